@@ -27,9 +27,10 @@ from benchmarks import reporting
 from benchmarks.reporting import in_turn, ratios
 from examples import bare_loop
 from trainer.config.schema import Optim
-from trainer.data.loader import Loader, SampledSource
+from trainer.data.loader import Loader
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
+from trainer.data.workers import DataReader
 from trainer.optim import optimizers
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.tasks.images import Images
@@ -60,8 +61,8 @@ def ours(workers: int) -> Contestant:
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=0, shuffle=True, position=0,
                                 total_steps=ENDLESS)
     cpu = torch.device("cpu")
-    source = SampledSource(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
-                           prefetch=AHEAD, device=cpu)
+    source = DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
+                        prefetch=AHEAD, device=cpu)
     loader = Loader(source, device=cpu, marks=ProgressMarks(), log=Log(level="warning"),
                     at_once=not workers)
 

@@ -15,11 +15,11 @@ from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
 from trainer.telemetry.std_streams import fill_descriptors
 
-OUTPUT_S = 1.0  # seconds to wait at the end for output pipes that some process still holds open
+OUTPUT_S = 1.0  # to wait at the end for output pipes that some process still holds open
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch, and return the exit code; it is the trainer's if the trainer ended the run."""
+    """Launch; return the exit code, which is the trainer's if the trainer ended the run."""
     fill_descriptors()
     try:
         options = parse_options(argv)
@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_CONFIG
     except Exception as error:  # usually a limit of the system
         traceback.print_exc()
-        hint = remedy(error)
-        print(f"launch: error: {type(error).__name__}: {error}" + (f"; {hint}" if hint else "")
-              + "; running ranks save and stop; repeat the command to continue", file=sys.stderr)
+        hint = f"; {remedy(error)}".removesuffix("; ")
+        print(f"launch: error: {type(error).__name__}: {error}{hint}; running ranks save and stop; "
+              "repeat the command to continue", file=sys.stderr)
         return EXIT_FAILURE
 
 

@@ -8,13 +8,7 @@ import signal
 import time
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
@@ -28,31 +22,25 @@ from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 from trainer.resilience.attempts import failure_sentence
 
 ROLE = "trainer"
-POLL_S = 0.5
-"""Interval at which deadlines are checked; rank exits and signals are noticed immediately."""
-
-TERM_S = 5.0  # seconds between SIGTERM and SIGKILL for a rank that does not exit by itself
+POLL_S = 0.5  # interval of checks of deadlines; exits and signals are noticed immediately
+TERM_S = 5.0  # between SIGTERM and SIGKILL for a rank that does not exit by itself
+REMIND_S = 10.0  # interval of the message that the launcher still waits for ranks
 STOPPED_CHECKS, CHECK_S = 120, 1.0
 """A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
 killed. A running peer would do that earlier."""
 
-REMIND_S = 10.0
-"""Interval of the message that the launcher still waits for ranks after a stop request."""
 
-
-class HotAgent(SimpleElasticAgent):
-    """Runs the ranks of this node until they finish, fail too often, or are requested to stop.
-
-    The superclass runs the main loop: rendezvous, start the ranks, monitor them, restart after a
-    failure. Its counter of remaining restarts (`_remaining_restarts`, private) is reset when a
-    later step has been saved, so it limits consecutive failures without progress.
-    """
+class HotAgent(api.SimpleElasticAgent):
+    """Runs the ranks of this node until they finish, fail too often, or are requested to stop. The
+    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. Its counter
+    of remaining restarts (`_remaining_restarts`, private) is reset when a later step has been
+    saved, so it limits consecutive failures without progress."""
 
     def __init__(
         self, handler: RendezvousHandler, ranks: Workers, options: Options, stop: LauncherStop,
         output: Output,
     ) -> None:
-        super().__init__(WorkerSpec(
+        super().__init__(api.WorkerSpec(
             role=ROLE, local_world_size=options.nproc_per_node, rdzv_handler=handler,
             entrypoint="python -m trainer",  # only a label in torch's events
             max_restarts=options.max_restarts,
@@ -74,7 +62,7 @@ class HotAgent(SimpleElasticAgent):
         self._is_escalating = False
         self._checked_s = 0.0
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
         self._exits, self._escalation = [], []
         self._stop_forwarded = self._is_escalating = False
         if self._phases:
@@ -83,11 +71,15 @@ class HotAgent(SimpleElasticAgent):
         self._phases = {}
         self._attempt += 1
         if self._failed is not None:
-            self._print_restarted(self._failed)
+            used, lost = self._max_restarts - self._remaining_restarts, self._progress.steps_lost
+            steps_lost = "" if lost is None else f", {lost} step{'s' * (lost != 1)} lost"
+            self._output.print_line(
+                f"{self._cause_text}; restart {used} of {self._max_restarts}{steps_lost}, "
+                f"ranks restarted after {time.monotonic() - self._failed.at_s:.2f} s")
             self._failed = None
         return pids
 
-    def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+    def _environments(self, group: api.WorkerGroup) -> dict[int, dict[str, str]]:
         """The environment variables that torchrun would set, by local rank."""
         handler = group.spec.rdzv_handler
         assert group.master_addr is not None
@@ -103,28 +95,32 @@ class HotAgent(SimpleElasticAgent):
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        own = {worker.local_rank: {
-            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
-            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
-            "ROLE_WORLD_SIZE": worker.role_world_size,
-        } for worker in group.workers}
-        return {local_rank: {name: str(value) for name, value in {**shared, **variables}.items()}
-                for local_rank, variables in own.items()}
+        environments = {}
+        for worker in group.workers:
+            own = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+                   "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+                   "ROLE_WORLD_SIZE": worker.role_world_size}
+            environments[worker.local_rank] = {k: str(v) for k, v in {**shared, **own}.items()}
+        return environments
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
         self._escalate()
-        self._kill_stopped()
+        if time.monotonic() - self._checked_s >= CHECK_S:
+            self._checked_s = time.monotonic()
+            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
+                self._output.print_line(f"rank {rank} has been stopped for {STOPPED_CHECKS} s "
+                                        "without being continued: killed")
         if self._ranks.living:
-            return RunResult(WorkerState.HEALTHY)
+            return api.RunResult(api.WorkerState.HEALTHY)
         self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
         if self.decision.code == EXIT_COMPLETE:
             results = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
-            return RunResult(WorkerState.SUCCEEDED, return_values=results)
+            return api.RunResult(api.WorkerState.SUCCEEDED, return_values=results)
         self._allow_restart()
-        return RunResult(WorkerState.FAILED)
+        return api.RunResult(api.WorkerState.FAILED)
 
     def _forward_stop(self) -> None:
         """Stop all ranks at the launcher's request, or once one has exited on a stop request."""
@@ -138,12 +134,12 @@ class HotAgent(SimpleElasticAgent):
         if requested and not self._stop_forwarded:
             self._stop_forwarded = True
             self._ranks.signal(signal.SIGTERM)
-        if self._stop_at_s is not None and (
-                now_s - self._stop_at_s > REMIND_S * (self._num_reminders + 1)):
+        waited_s = 0.0 if self._stop_at_s is None else now_s - self._stop_at_s
+        if waited_s > REMIND_S * (self._num_reminders + 1):
             self._num_reminders += 1
             self._output.print_line(
                 f"still waiting for rank {', '.join(map(str, self._ranks.living))} to save and "
-                f"exit ({now_s - self._stop_at_s:.0f} s)")
+                f"exit ({waited_s:.0f} s)")
 
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
@@ -151,33 +147,24 @@ class HotAgent(SimpleElasticAgent):
         if not self._is_escalating and not self._ranks.server_lives:
             # The group is complete and saves on request, but without a fork server its exit codes
             # are unknown and it cannot be restarted: a new server is needed.
-            self._begin_escalation((0.0, signal.SIGTERM), (self._grace_s, signal.SIGKILL))
+            self._begin_escalation(0.0, self._grace_s)
         elif not self._is_escalating and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
-            self._begin_escalation((self._grace_s, signal.SIGTERM),
-                                   (self._grace_s + TERM_S, signal.SIGKILL))
+            self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
         self._send_due()
 
-    def _begin_escalation(self, *steps: tuple[float, signal.Signals]) -> None:
-        """Send these signals to the living ranks, each after so many seconds."""
+    def _begin_escalation(self, term_s: float, kill_s: float) -> None:
+        """Send SIGTERM and SIGKILL to the living ranks after so many seconds."""
         self._is_escalating, now_s = True, time.monotonic()
-        self._escalation = [(now_s + after_s, number) for after_s, number in steps]
+        self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 
     def _send_due(self) -> None:
         while self._escalation and time.monotonic() >= self._escalation[0][0]:
             _, number = self._escalation.pop(0)
             if number == signal.SIGKILL or not self._stop_forwarded:
                 self._ranks.signal(number, forced=True)
-
-    def _kill_stopped(self) -> None:
-        if time.monotonic() - self._checked_s >= CHECK_S:
-            self._checked_s = time.monotonic()
-            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
-                self._output.print_line(f"rank {rank} has been stopped for "
-                                        f"{STOPPED_CHECKS * CHECK_S:.0f} s without being "
-                                        "continued: killed")
 
     def _allow_restart(self) -> None:
         """Set the superclass's restart counter, by which it decides whether to restart."""
@@ -224,21 +211,12 @@ class HotAgent(SimpleElasticAgent):
         """Whether to restart although no restart is left; a subclass may have a reason."""
         return False
 
-    def _print_restarted(self, cause: Exit) -> None:
-        used, lost = self._max_restarts - self._remaining_restarts, self._progress.steps_lost
-        self._output.print_line(
-            f"{self._cause_text}; restart {used} of {self._max_restarts}"
-            + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
-            + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s")
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._shutdown()
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
-    ) -> None:
+    def _shutdown(self, *_: Any, **__: Any) -> None:
         """Request living ranks to save and exit; kill the rest after the grace time."""
-        self._begin_escalation((0.0, death_sig), (self._grace_s, signal.SIGKILL))
+        self._begin_escalation(0.0, self._grace_s)
         deadline_s = time.monotonic() + self._grace_s + TERM_S
         while self._ranks.living and time.monotonic() < deadline_s:
             self._send_due()

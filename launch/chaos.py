@@ -1,9 +1,6 @@
-"""`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times.
-
-The times are those of a Poisson process. A process is a target if an event of the run's newest
-attempt names its pid on this host and it has the run's `events.jsonl` open for appending, which no
-process outside the run does.
-"""
+"""`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times (a
+Poisson process). A process is a target if an event of the run's newest attempt names its pid, and
+it has the run's `events.jsonl` open for appending, which no process outside the run does."""
 
 from __future__ import annotations
 
@@ -28,11 +25,8 @@ from trainer.telemetry.events import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
          "node": signal.SIGKILL}
-POLL_S, CHECK_S = 0.05, 1.0
-"""Interval of checks while a fault is due and there is no target, and otherwise."""
-
-SETTLE_S = 5.0
-"""Time limit for a signal to take effect, so that the next fault does not hit the same process."""
+POLL_S, CHECK_S = 0.05, 1.0  # interval of checks while a due fault has no target, and otherwise
+SETTLE_S = 5.0  # for a signal to take effect, so that the next fault hits another process
 
 DESCRIPTION = """\
 Kill or stop ranks of a run on this host, at random times, until the run ends or Ctrl-C. Each fault
@@ -69,8 +63,8 @@ def local_ranks(run: Path) -> dict[int, int]:
 
 
 def launcher_of(pid: int) -> list[int]:
-    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher: the
-    parent of an orphan is init or a subreaper."""
+    """Pids of a rank's launcher and of its fork server, if any; [] for an orphan, whose parent is
+    init or a subreaper."""
     parent = processes.parent(pid)
     hot = processes.name(parent) == "fork server"
     found = [processes.parent(parent), parent] if hot else [parent]
@@ -139,16 +133,16 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
 def _inject(
     kind: str, ranks: dict[int, int], run: Path, draw: random.Random, began_s: float
 ) -> None:
-    number, extra = KINDS[kind], []
+    number = KINDS[kind]
     if kind == "node":
         # The launcher first: as in a power failure, no process is left that could save.
-        extra = launcher_of(next(iter(ranks.values())))
+        launcher = launcher_of(next(iter(ranks.values())))
+        for pid in launcher:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     else:
         rank = draw.choice(sorted(ranks))
         ranks = {rank: ranks[rank]}
-    for pid in extra:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
@@ -164,7 +158,7 @@ def _inject(
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
-        who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "none")
+        who += f" and the launcher ({f'pid {launcher[0]}' if launcher else 'none'})"
     _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
 
 
@@ -173,15 +167,14 @@ def _print_line(began_s: float, text: str) -> None:
 
 
 def _is_complete(run: Path) -> bool:
-    """Whether the newest attempt has finished the run. (An older attempt may have finished a run
-    with fewer steps.)"""
+    """Whether the newest attempt has finished the run; an older one may have had fewer steps."""
     events = read_events(run / EVENTS)
     newest = max((e["attempt"] for e in events), default=None)
     return any(e["event"] == "end" and e["attempt"] == newest for e in events)
 
 
 def _writes(pid: int, path: Path) -> bool:
-    """Whether a process has the file open for appending. (`tail -f` only reads it.)"""
+    """Whether a process has the file open for appending (`tail -f` only reads it)."""
     with contextlib.suppress(OSError):  # it has exited, or belongs to another user
         wanted = path.stat()
         for entry in Path(f"/proc/{pid}/fd").iterdir():

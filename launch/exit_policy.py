@@ -17,22 +17,17 @@ class Exit:
     """The exit of one rank."""
 
     rank: int
-    code: int | None
-    """Exit code, or minus the number of the signal that killed it; None if unknown, because the
-    fork server, its parent, had died."""
+    code: int | None  # or minus the signal that killed it; None: its fork server had died before
     at_s: float  # when the launcher noticed it, on the monotonic clock
     forced: bool = False  # the launcher killed it or requested it to exit
-    early: bool = False
-    """The code is reserved for the trainer, but something else called `os._exit`."""
+    early: bool = False  # the code is one of the trainer, but something else called `os._exit`
 
     @property
     def complete(self) -> bool:
-        """Whether the rank has finished the run."""
         return self.code == EXIT_COMPLETE and not self.early
 
     @property
     def failed(self) -> bool:
-        """Whether the rank failed, so that its peers cannot continue."""
         return not self.complete and not self.stopped
 
     @property
@@ -42,7 +37,6 @@ class Exit:
 
     @property
     def stopped(self) -> bool:
-        """Whether the trainer stopped on request."""
         return self.code == EXIT_STOPPED and not self.early
 
     def __str__(self) -> str:
@@ -60,36 +54,36 @@ class ExitDecision:
 
     code: int  # the launcher's exit code if it does not restart the ranks
     restart: bool  # whether a restart may help
-    cause: Exit | None = None
-    """The exit that caused the end of the attempt; None if all ranks have finished."""
+    cause: Exit | None = None  # what ended the attempt; None if all ranks have finished
 
 
 def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDecision:
-    """Decide from the exits of all ranks of one attempt, in the order in which they were noticed.
-
-    The cause is the first exit that is not secondary. When a rank dies, its peers' connections
-    break, and they save and exit with code 1: such an exit counts only if there is no other.
-    `stop_at_s` is when the launcher received a stop request, on the monotonic clock.
-    """
+    """Decide from the exits of all ranks of one attempt, in order, and the time of a stop request.
+    The cause is the first exit that is not secondary: when a rank dies, its peers' connections
+    break, and they save and exit with code 1, which counts only if there is no other."""
     failures = [end for end in exits if not end.complete]
     if not failures:
         return ExitDecision(code=EXIT_COMPLETE, restart=False)
     unforced = [end for end in failures if not end.forced] or failures
     cause = next((end for end in unforced if end.code != EXIT_FAILURE), unforced[0])
-    if stop_at_s is not None:
-        code = _code_after_stop(failures, cause, stop_at_s)
-        return ExitDecision(code=code, restart=False, cause=cause)
     if cause.code is not None and cause.final:
         return ExitDecision(code=cause.code, restart=False, cause=cause)
-    return ExitDecision(code=EXIT_FAILURE, restart=True, cause=cause)
+    if stop_at_s is None:
+        return ExitDecision(code=EXIT_FAILURE, restart=True, cause=cause)
+    # SIGTERM kills only a rank that is still starting and so has nothing to save. A failure before
+    # the stop request would have been restarted, and the next start resumes from the survivors'
+    # save, so it counts as stopped.
+    stopped = any(end.stopped for end in failures) or cause.at_s < stop_at_s or all(
+        end.code == -signal.SIGTERM for end in failures)
+    return ExitDecision(code=EXIT_STOPPED if stopped else EXIT_FAILURE, restart=False, cause=cause)
 
 
 def first_failure(
     cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached_step: int
 ) -> dict[str, Any] | None:
-    """The event of an attempt's first failure: one of the `failures` that ranks have reported, or,
-    for a rank that died without a report, a new one. None if neither exists, or if the ranks died
-    before the run counted the attempt."""
+    """The event of an attempt's first failure: one of the `failures` that ranks have reported, or
+    a new one for a rank that died without a report. None if neither exists, or if the ranks died
+    before the run counted the attempt (`attempt` is None)."""
     reported = sorted(failures, key=lambda event: event["time"])
     primary = [event for event in reported if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
@@ -115,15 +109,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _code_after_stop(failures: Sequence[Exit], cause: Exit, stop_at_s: float) -> int:
-    if cause.code is not None and cause.final:
-        return cause.code
-    if any(end.stopped for end in failures):
-        return EXIT_STOPPED
-    # SIGTERM kills only a rank that is still starting and so has nothing to save. A failure before
-    # the stop request would have been restarted, and the next start resumes from the survivors'
-    # save, so it counts as stopped.
-    unstarted = all(end.code == -signal.SIGTERM for end in failures)
-    return EXIT_STOPPED if unstarted or cause.at_s < stop_at_s else EXIT_FAILURE

@@ -1,7 +1,5 @@
-"""The fork server: imports torch and the trainer once, then forks ranks on request.
-
-The launcher forks it as soon as torch is imported; `python -m launch.fork_server` replaces a server
-that was killed. The launcher and the server exchange JSON packets over a socket:
+"""The fork server: imports torch and the trainer once, then forks ranks on request. The launcher
+forks it; `python -m launch.fork_server` replaces one that was killed. JSON packets over a socket:
 
 - to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
   LOCAL_RANK, "pid": PID}` with the rank's pidfd, its channel and the read ends of its output, if
@@ -54,8 +52,7 @@ def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def fork() -> int:
-    """`os.fork`, without Python's warning about threads: it counts the pool of numpy's BLAS, which
-    handles a fork by itself."""
+    """`os.fork` without Python's warning about threads, which counts numpy's: they survive it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -76,8 +73,6 @@ def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoRet
 
 
 class _Server:
-    """The event loop of the fork server."""
-
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
         self._control, self._entry, self._argv = control, entry, list(argv)
         self._living: set[int] = set()  # pids of ranks
@@ -94,8 +89,7 @@ class _Server:
             sys.stdout.flush()  # the output of `--help`
             send(self._control, {"nothing_to_start": code})
             os._exit(code)
-        # The imported modules are never freed. Freezing them keeps a rank's garbage collections
-        # cheap, and its memory pages shared.
+        # Freezing what is imported keeps a rank's garbage collections cheap, and its pages shared.
         gc.collect()
         gc.freeze()
         with contextlib.suppress(OSError):  # the launcher has exited: the loop notices it
@@ -113,8 +107,7 @@ class _Server:
     def _fork(self, main: Entry, local_rank: int, env: dict[str, str]) -> None:
         launcher_end, rank_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()] if env["RANK"] != "0" else []  # their output gets a tag
-        read_fds = [read_fd for read_fd, _ in pipes]
-        write_fds = [write_fd for _, write_fd in pipes]
+        read_fds, write_fds = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         sys.stdout.flush()
         sys.stderr.flush()
         pid = fork()
@@ -171,8 +164,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         elif code := preload(list(argv)):
             return code, None
         if "torch" in sys.modules:
-            # The first optimizer of a process imports this, which takes 1-4 s. Otherwise all ranks
-            # do it concurrently after the fork, and the first restart waits for this one.
+            # The first optimizer of a process imports this: 1-4 s, in all ranks after each fork.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
         return exit_code(end, EXIT_CONFIG), None

@@ -14,7 +14,6 @@ from trainer.errors import ConfigError
 from trainer.resilience.preflight import LONGEST_S
 
 DEFAULT_PORT = 29400
-
 USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
            [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""
 
@@ -52,8 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parse the command line; arguments after the first `--` belong to the trainer. A
-    `ConfigError` names flag, value and remedy."""
+    """Parse the command line; arguments after the first `--` belong to the trainer."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
@@ -72,7 +70,7 @@ def parse_options(argv: Sequence[str]) -> Options:
          "answer and for MIN nodes to join (default: 600)"),
         ("--grace-s", number(float, 0), "X", "seconds for the other ranks to save and exit after "
          "a rank has died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
-        ("--entry", _entry, "MODULE:FUNCTION", "function that each rank runs, for developers "
+        ("--entry", str, "MODULE:FUNCTION", "function that each rank runs, for developers "
          "(default: trainer.__main__:main)"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
@@ -105,19 +103,11 @@ def number(kind: type[int] | type[float], least: float) -> Callable[[str], float
     return parse
 
 
-def _entry(text: str) -> str:
-    module, _, function = text.partition(":")
-    if not all(name.isidentifier() for name in [*module.split("."), function]):
-        raise ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION")
-    return text
-
-
 def _nodes(text: str) -> tuple[int, int]:
-    least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()) or not (
-            1 <= int(least) <= int(most or least)):
+    least, _, most = (text if ":" in text else f"{text}:{text}").partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4, nor a number")
-    return int(least), int(most or least)
+    return int(least), int(most)
 
 
 def _endpoint(text: str) -> tuple[str, int]:
@@ -132,7 +122,5 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 def _dashed(argument: str) -> str:
     """Accept `_` for `-` in option names, as torchrun does."""
-    if not argument.startswith("--"):
-        return argument
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

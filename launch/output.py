@@ -19,14 +19,14 @@ class Output:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._last: str | None = None
+        self._last: str | None = None  # printed by `finish`
 
     def print_line(self, text: str) -> None:
         """Print a line of the launcher on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
     def set_last_line(self, text: str) -> None:
-        """Set the line that `finish` prints after all output of the ranks is copied."""
+        """Set the line that `finish` prints."""
         self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:

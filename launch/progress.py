@@ -1,8 +1,5 @@
-"""Read from the run folder how far the run has come: newest finished step, newest saved step.
-
-The files are read only when a rank has died. The events `save` and `restore` contain the step from
-which the run would resume; `last-step` and the end of `metrics.jsonl`, the newest finished one.
-"""
+"""Read from the run folder, after a death, how far the run has come. The events `save` and
+`restore` contain the step from which it resumes; `last-step` and `metrics.jsonl`, the newest."""
 
 from __future__ import annotations
 
@@ -31,19 +28,19 @@ class RunFollower:
         self._attempt: int | None = None
 
     def update(self, run_folder: str | None) -> None:
-        """Read new lines. Folders and files that do not exist (yet) are ignored."""
+        """Read new lines. Files that do not exist (yet) are ignored."""
         if run_folder is None:
             return
         folder = Path(run_folder)
         for line in self._new_lines(folder / layout.EVENTS):
             self._known = True
-            step = line.get("to_step", line.get("at_step") if line.get("event") in STEP_FINISHED
-                            else line.get("step"))
+            name = line.get("event")
+            step = line.get("to_step", line.get("at_step" if name in STEP_FINISHED else "step"))
             if not isinstance(step, int):
                 continue
-            if line.get("event") in ("restore", "rollback"):  # the step may decrease
+            if name in ("restore", "rollback"):  # the step may decrease
                 self.reached_step = self.saved_step = step
-            elif line.get("event") == "save":
+            elif name == "save":
                 self.saved_step = max(self.saved_step, step)
             self.reached_step = max(self.reached_step, step)
         self.reached_step = max(self.reached_step, newest_step(folder / layout.METRICS),
@@ -72,21 +69,15 @@ class RunFollower:
         return None
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        try:
-            with path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return
-        complete, _, _ = data.rpartition(b"\n")
-        self._offset += len(complete)
-        yield from parse_records(complete)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(self._offset)
+            complete, _, _ = file.read().rpartition(b"\n")
+            self._offset += len(complete)
+            yield from parse_records(complete)
 
 
 def append_event(run_folder: str, event: dict[str, Any]) -> None:
-    """Append an event to `events.jsonl` of the run, in one write. Raises: OSError."""
+    """Append an event to `events.jsonl` of the run, in one write."""
     descriptor = os.open(Path(run_folder, layout.EVENTS), os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(descriptor, (json.dumps(event) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with open(descriptor, "wb", buffering=0) as file:  # no file is created
+        file.write((json.dumps(event) + "\n").encode())

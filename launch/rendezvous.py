@@ -6,19 +6,14 @@ import socket
 import uuid
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 LOOPBACK = "127.0.0.1"
 
 
 def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Host a store at this address only, on `port` (0: a free one); returns it and its port. The
-    store is served as long as the object exists. TCPStore itself would listen on all interfaces,
-    regardless of the given address; here it gets a listening socket."""
+    """Host a store on `port` (0: a free one), as long as the object exists; returns it and its
+    port. It gets a listening socket: TCPStore itself would listen on all interfaces."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
@@ -26,7 +21,7 @@ def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
                     master_listen_fd=listener.detach()), port
 
 
-class LauncherRendezvous(RendezvousHandler):
+class LauncherRendezvous(elastic.RendezvousHandler):
     """A rendezvous whose launchers host the store of each attempt, so that it survives a rank."""
 
     def __init__(self) -> None:
@@ -56,9 +51,10 @@ class LoopbackRendezvous(LauncherRendezvous):
     """One node. Each attempt has its own store on its own port: it cannot read keys of the previous
     attempt, and a remaining rank of that attempt cannot reach it."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         self._store, port = host_store(LOOPBACK)
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        return elastic.RendezvousInfo(
+            self._store, 0, 1, elastic.RendezvousStoreInfo(LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:
         return 0

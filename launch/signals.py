@@ -12,8 +12,7 @@ from trainer.resilience.stop_signals import handle_stop_signals, wakeup_pipe
 
 
 class LauncherStop:
-    """Stores the first stop signal.
-    `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it."""
+    """Stores the first stop signal. `wakeup_fd` becomes readable at each one."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -21,24 +21,16 @@ from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]
 
-ORPHAN_S = 4.5
-"""How long a rank runs after the launcher's death if the fork server has died, too. A living fork
-server kills it earlier."""
+ORPHAN_S = 4.5  # of a rank whose launcher and fork server have died (a living one kills it earlier)
 
 
 def run_worker(
     main: Entry, argv: Sequence[str], env: dict[str, str], *, launcher_fd: int,
     output_fds: Sequence[int], close_fds: Sequence[int],
 ) -> NoReturn:
-    """Turn this new fork into a rank, call `main(argv)` and exit with its return value.
-
-    The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
-
-    Args:
-        launcher_fd: socket to the launcher.
-        output_fds: new stdout and stderr; empty to keep the inherited ones.
-        close_fds: file descriptors of the fork server to close.
-    """
+    """Turn this new fork into a rank, call `main(argv)` and exit with its return value. The stop
+    signals stay blocked until `main` handles and unblocks them, so that none is lost. `output_fds`
+    become stdout and stderr (empty: keep the inherited ones)."""
     try:
         os.setsid()  # Ctrl-C in the terminal must not reach a rank a second time
         signal.set_wakeup_fd(-1)
@@ -95,8 +87,8 @@ def exit_code(end: SystemExit, default: int) -> int:
 
 
 def _finish(code: int) -> None:
-    """Shut down as the interpreter does, without unloading every module (about a second). A rank
-    that has failed only flushes its output: a thread of the task may never end."""
+    """Shut down as the interpreter does, without unloading every module (about a second). A failed
+    rank only flushes its output: a thread of the task may never end."""
     if code == EXIT_COMPLETE:
         threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
         atexit._run_exitfuncs()

@@ -26,18 +26,15 @@ from trainer.resilience.stop_signals import drain, is_readable
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
-
-SERVER_CHECKS, CHECK_S = 4, 0.5
-"""A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
-it, is continued."""
+SERVER_CHECKS, CHECK_S = 4, 0.5  # a fork server found stopped in so many checks is continued
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Worker:
-    """A living rank. `pidfd` refers to the process itself, even if its pid is reused."""
+    """A living rank."""
 
     rank: int
-    pidfd: int
+    pidfd: int  # refers to the process itself, even if its pid is reused
     channel: socket.socket
     unparsed: bytes = b""
     forced: bool = False
@@ -88,20 +85,19 @@ class Workers:
 
     @property
     def living(self) -> list[int]:
-        """Numbers of the ranks that have not exited, in ascending order."""
+        """Ranks that have not exited."""
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the fork server's imports; return the exit code if there is nothing to start.
-        With `until_stop`, return None early at a stop request."""
+        """Wait for the fork server's imports (`until_stop`: or for a stop request); return the exit
+        code if there is nothing to start."""
         while self._server_imports and not (until_stop and self._stop.signal is not None):
             self._poll(CHECK_S)
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank; returns pids by local rank. A fork
-        server that was killed is replaced first, which takes as long as importing torch. `wait`
-        reports a rank that cannot be started as one that has exited."""
+        """Fork one rank for each environment, by local rank; returns pids by local rank. A killed
+        fork server is replaced first. A rank that cannot be started counts as exited."""
         self._pids, self.failures = {}, []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
@@ -136,8 +132,8 @@ class Workers:
                 rank.channel.send(f"{word}\n".encode())
 
     def kill_stopped(self, checks: int) -> list[int]:
-        """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
-        Calls are counted, not time: the launcher may have been stopped with them."""
+        """Kill and return the ranks found stopped in `checks` consecutive calls. Calls are counted,
+        not time: the launcher may have been stopped with them."""
         killed = []
         for pid, rank in self._living.items():
             rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
@@ -197,8 +193,8 @@ class Workers:
                 key.data()
 
     def _continue_server(self) -> None:
-        """Continue (SIGCONT) a stopped fork server: only it can start ranks and report their exits.
-        Checks are counted, not time: the launcher may have been stopped with it."""
+        """Continue a stopped fork server: only it can start ranks and report their exits. Checks
+        are counted, not time: the launcher may have been stopped with it."""
         stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
             self._server_imports or self._starting
             or not all(map(processes.is_alive, self._living)))

@@ -21,6 +21,112 @@ import torch
 
 from trainer import torch_private
 
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+# A number for each purpose, so that keys of different purposes never collide.
+MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
+
+
+def mix(*parts: int, state: int = 0) -> int:
+    """Hash integers to a 64-bit key, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014);
+    mix(a, b) equals mix(b, state=mix(a))."""
+    for part in parts:
+        state = (state + (part & _MASK) * 0xD1B54A32D192ED03 + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
+    """`mix` of a common `base` with each of N integers; uint64 array of shape (N,)."""
+    state = parts.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)  # wraps around
+    state += np.uint64((base + _GOLDEN) & _MASK)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def seed_all(*parts: int, state: int = 0, devices: bool = True) -> None:
+    """Key the process-wide generators: python, numpy, torch CPU and, with `devices`, the device."""
+    key = mix(*parts, state=state)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)  # torch.manual_seed takes 0.3 ms
+    if devices:
+        for generator in _device_generators():
+            generator.manual_seed(key)
+
+
+def snapshot() -> dict[str, Any]:
+    """States of the process-wide generators as JSON values (bytes as hex)."""
+    return _states(random.getstate(), np.random.get_state(), torch.default_generator,
+                   *_device_generators())
+
+
+def keyed(*parts: int) -> dict[str, Any]:
+    """What `snapshot` returns after `seed_all(*parts)`; doesn't change the generators."""
+    key = mix(*parts)
+    return _states(random.Random(key).getstate(),
+                   np.random.RandomState(key & 0xFFFFFFFF).get_state(),
+                   torch.Generator().manual_seed(key),
+                   *(torch.Generator(g.device).manual_seed(key) for g in _device_generators()))
+
+
+def _states(python: Any, numpy: Any, *generators: torch.Generator) -> dict[str, Any]:
+    version, internal, gauss = python
+    name, keys, position, has_gauss, cached = numpy
+    cpu, *devices = (generator.get_state().numpy().tobytes().hex() for generator in generators)
+    return {"python": [version, list(internal), gauss],
+            "numpy": [name, keys.tobytes().hex(), int(position), int(has_gauss), float(cached)],
+            "torch": cpu, "devices": devices}
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Restore a snapshot; raises ValueError if an entry is missing or invalid."""
+    try:
+        version, internal, gauss = state["python"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        cpu = _bytes_tensor(state["torch"])
+        devices = [_bytes_tensor(entry) for entry in state["devices"]]
+        random.setstate((version, tuple(internal), gauss))
+        table = np.frombuffer(bytes.fromhex(keys), dtype=np.uint32)
+        np.random.set_state((name, table, position, has_gauss, cached))
+        torch.default_generator.set_state(cpu)
+        for generator, entry in zip(_device_generators(), devices, strict=False):
+            generator.set_state(entry)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the saved RNG state is damaged or incomplete: {error!r}") from error
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Short hash of a snapshot."""
+    return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the process-wide generators at the end of the context."""
+    state = snapshot()
+    try:
+        yield
+    finally:
+        restore_generators(state)
+
+
+def _bytes_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _device_generators() -> tuple[torch.Generator, ...]:
+    if torch.cuda.is_initialized():
+        return (torch.cuda.default_generators[torch.cuda.current_device()],)
+    if torch.backends.mps.is_available():
+        return (torch_private.mps_generator(),)
+    return ()
+
+
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
 _PROCESS_WIDE = (random.seed.__self__, np.random.mtrand._rand,  # type: ignore[attr-defined]
@@ -32,11 +138,9 @@ _MANY = 64
 
 
 def find_generators(*owners: Any) -> list[Any]:
-    """Find `random.Random`, `torch.Generator` and numpy generators in objects.
-
-    The search covers attributes of objects and their classes, wrapped objects (Subset,
-    ConcatDataset, transforms, functools.partial, …), and objects that functions refer to.
-    """
+    """Find `random.Random`, `torch.Generator` and numpy generators in attributes of objects and
+    their classes, in wrapped objects (Subset, transforms, functools.partial, …), and in what
+    functions refer to."""
     found: list[Any] = []
     seen = {id(one) for one in _PROCESS_WIDE}
     queue = list(owners)
@@ -52,7 +156,6 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> Iterable[Any]:
-    """Parts of an object that may hold a generator."""
     if isinstance(item, list | tuple | dict):
         entries = item.values() if isinstance(item, dict) else item
         return entries if len(item) <= _MANY else ()
@@ -118,129 +221,3 @@ def key(generators: Iterable[Any], *parts: int) -> None:
         else:
             bits = getattr(generator, "bit_generator", generator)
             bits.state = type(bits)(number).state
-
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-# A number for each purpose, so that keys of different purposes never collide.
-MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
-
-
-def mix(*parts: int, state: int = 0) -> int:
-    """Hash integers to a 64-bit key, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
-
-    Args:
-        state: key of preceding parts: mix(a, b) equals mix(b, state=mix(a)).
-    """
-    for part in parts:
-        state = (state + (part & _MASK) * 0xD1B54A32D192ED03 + _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
-
-
-def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
-    """`mix` of a common `base` with each of N integers; uint64 array of shape (N,)."""
-    state = parts.astype(np.uint64)  # makes a copy; arrays wrap around without a warning
-    state *= np.uint64(0xD1B54A32D192ED03)
-    state += np.uint64((base + _GOLDEN) & _MASK)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return state
-
-
-_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
-_seed_python = super(random.Random, _PYTHON).seed
-"""The part of `random.seed` that handles integers; faster without its checks for str and bytes."""
-_seed_numpy, _seed_torch = np.random.seed, torch.default_generator.manual_seed
-
-
-def seed_all(*parts: int, state: int = 0, devices: bool = True) -> None:
-    """Key the process-wide generators: python, numpy, torch CPU and, with `devices`, each device.
-    """
-    key = mix(*parts, state=state)
-    _seed_python(key)
-    _PYTHON.gauss_next = None
-    _seed_numpy(key & 0xFFFFFFFF)
-    # torch.manual_seed takes 0.3 ms, mostly for devices that do not exist.
-    _seed_torch(key)
-    if devices:
-        for generator in _device_generators():
-            generator.manual_seed(key)
-
-
-def snapshot() -> dict[str, Any]:
-    """States of the process-wide generators as JSON values (bytes as hex)."""
-    return _states(random.getstate(), np.random.get_state(), torch.default_generator,
-                   _device_generators())
-
-
-def keyed(*parts: int) -> dict[str, Any]:
-    """What `snapshot` returns after `seed_all(*parts)`; doesn't change the generators."""
-    key = mix(*parts)
-    return _states(random.Random(key).getstate(),
-                   np.random.RandomState(key & 0xFFFFFFFF).get_state(),
-                   torch.Generator().manual_seed(key),
-                   [torch.Generator(g.device).manual_seed(key) for g in _device_generators()])
-
-
-def _states(
-    python: Any, numpy: Any, cpu: torch.Generator, devices: Iterable[torch.Generator]
-) -> dict[str, Any]:
-    version, internal, gauss = python
-    name, keys, position, has_gauss, cached = numpy
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, keys.tobytes().hex(), int(position), int(has_gauss), float(cached)],
-        "torch": cpu.get_state().numpy().tobytes().hex(),
-        "devices": [generator.get_state().numpy().tobytes().hex() for generator in devices],
-    }
-
-
-def restore_generators(state: dict[str, Any]) -> None:
-    """Restore a snapshot; raises ValueError if an entry is missing or invalid."""
-    try:
-        version, internal, gauss = state["python"]
-        name, keys, position, has_gauss, cached = state["numpy"]
-        cpu = _bytes_tensor(state["torch"])
-        devices = [_bytes_tensor(entry) for entry in state["devices"]]
-        random.setstate((version, tuple(internal), gauss))
-        table = np.frombuffer(bytes.fromhex(keys), dtype=np.uint32)
-        np.random.set_state((name, table, position, has_gauss, cached))
-        torch.default_generator.set_state(cpu)
-        for generator, entry in zip(_device_generators(), devices, strict=False):
-            generator.set_state(entry)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the saved RNG state is damaged or incomplete: {error!r}") from error
-
-
-def digest(state: dict[str, Any]) -> str:
-    """Short hash of a snapshot."""
-    return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def preserved() -> Iterator[None]:
-    """Restore the process-wide generators at the end of the context."""
-    state = snapshot()
-    try:
-        yield
-    finally:
-        restore_generators(state)
-
-
-def _bytes_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _device_generators() -> tuple[torch.Generator, ...]:
-    if torch.cuda.is_initialized():
-        return (torch.cuda.default_generators[torch.cuda.current_device()],)
-    if torch.backends.mps.is_available():
-        return (torch_private.mps_generator(),)
-    return ()

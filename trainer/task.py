@@ -12,8 +12,9 @@ import marshal
 import math
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
@@ -23,11 +24,56 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainer.errors import ConfigError
 
-RESERVED_METRICS = (
-    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
-    "train_loss", "table",
-)  # fmt: skip
+SPLITS = ("train", "validation", "test")
+
+BUILT_IN = {
+    "images": "trainer.tasks.images:Images", "photos": "trainer.tasks.photos:Photos",
+    "shapes": "trainer.tasks.shapes:Shapes", "spiral": "trainer.tasks.spiral:Spiral",
+    "text": "trainer.tasks.text:Text",
+}
+"""Name of a built-in task → its import path."""
+
+RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
+"""Class → its name in run folders, which stays when the class moves."""
+
+RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
+                    "skipped", "replaced", "train_loss", "table")
 """Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
+
+REQUIRED_METHODS = ("model", "dataset", "loss")
+FOREIGN_METHODS = {
+    "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
+    "predict_step": "predict(model, batch)",
+    **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
+                    "loss(model, batch), where model.training is False in evaluation"),
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
+    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
+                    "the class of --optim.name, with parameter_groups(model): one optimizer for "
+                    "the gradient of one loss (alternating optimizers, as in a GAN, aren't "
+                    "supported)"),
+}
+"""Method names of other trainers → the equivalent here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The loss of one micro-batch, as sums: any split of a batch then adds up to the same result.
+
+    Attributes:
+        total: scalar tensor with a graph: the loss *summed* over the elements that `count` counts;
+            or a dict of named losses, whose sum is minimised and which are logged separately.
+        count: denominator of the mean (samples, tokens, a sum of weights): number or scalar
+            tensor, 0 for a micro-batch of 0 samples.
+        metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
+        table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
+            ignored in training.
+    """
+
+    total: Tensor | Mapping[str, Tensor]
+    count: Tensor | float
+    metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
+        default_factory=dict)
+    table: Tensor | None = None
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
@@ -50,140 +96,16 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     if twice := metrics.keys() & outcome.metrics.keys():
         raise ConfigError(f"the task's loss returned {min(twice)!r} both as a loss and a metric; "
                           "choose another name for one of them.")
-    metrics |= outcome.metrics
     if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
         form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
                 else type(total).__name__)
         raise ConfigError(f"Outcome.total is {form}; return a scalar tensor: the loss summed over "
                           "the micro-batch.")
-    return total, metrics
-
-
-@dataclass(frozen=True)
-class ObjectTask:
-    """A task that can't be recreated from config.toml, such as one with tensors in memory.
-
-    It delegates to the object. The fields are saved in the run folder; an instance created from
-    them in another process has no object and can't be trained.
-    """
-
-    path: str = ""
-    """Module and class of the object."""
-    holds: tuple[str, ...] = ()
-    """NAME=VALUE of a dataclass's fields: dtype and shape of tensors and arrays, the class of
-    other objects."""
-
-    @classmethod
-    def of(cls, task: Any) -> ObjectTask:
-        """Wrap an object and describe it."""
-        names = [f.name for f in fields(task)] if is_dataclass(task) else []
-        described = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
-        wrapped = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=described)
-        object.__setattr__(wrapped, "given", task)
-        return wrapped
-
-    def model(self) -> Any:
-        return self._object().model()
-
-    def dataset(self, split: str) -> Any:
-        return self._object().dataset(split)
-
-    def loss(self, model: Any, batch: Any) -> Any:
-        return self._object().loss(model, batch)
-
-    def __getattr__(self, name: str) -> Any:  # the object's other attributes
-        if name.startswith("__") or "given" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.given, name)
-
-    def __str__(self) -> str:
-        return self.path
-
-    def _object(self) -> Any:
-        if "given" not in vars(self):
-            raise ConfigError(
-                f"--task {self.path}: this run's task was passed as an object, which exists only "
-                "in the process that created it; continue there with trainer.train(), or move the "
-                "class to a module and use fields that config.toml can hold.")
-        return self.given
-
-
-def source_code(task: Any) -> bytes:
-    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
-    kind = type(getattr(task, "given", task))
-    try:
-        return Path(inspect.getfile(kind)).read_bytes()
-    except (OSError, TypeError):
-        return b"".join(marshal.dumps(f.__code__) for f in vars(kind).values()
-                        if inspect.isfunction(f))
-
-
-def _described(value: Any) -> str:
-    """Describe a value without addresses: equal in each process that creates the same object."""
-    if value is None or isinstance(value, bool | int | float | str | enum.Enum | Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(_described, value)) + "]"
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        sizes = "x".join(map(str, value.shape))
-        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {sizes}".strip()
-    return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-SPLITS = ("train", "validation", "test")
-
-BUILT_IN = {
-    "images": "trainer.tasks.images:Images",
-    "photos": "trainer.tasks.photos:Photos",
-    "shapes": "trainer.tasks.shapes:Shapes",
-    "spiral": "trainer.tasks.spiral:Spiral",
-    "text": "trainer.tasks.text:Text",
-}
-"""Name of a built-in task → its import path."""
-
-RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
-"""Class → its name in run folders, which stays when the class moves."""
-_BY_RECORD = {record: path for path, record in RECORDED.items()}
-
-REQUIRED_METHODS = ("model", "dataset", "loss")
-FOREIGN_METHODS = {
-    "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
-    "predict_step": "predict(model, batch)",
-    **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
-                    "loss(model, batch), where model.training is False in evaluation"),
-    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
-    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
-                    "the class of --optim.name, with parameter_groups(model): one optimizer for "
-                    "the gradient of one loss (alternating optimizers, as in a GAN, aren't "
-                    "supported)"),
-}
-"""Method names of other trainers → the equivalent here."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """The loss of one micro-batch, as sums: any split of a batch then adds up to the same result.
-
-    Attributes:
-        total: scalar tensor with a graph: the loss *summed* over the elements that `count` counts;
-            or a dict of named losses, whose sum is minimised and which are logged separately.
-        count: denominator of the mean (samples, tokens, a sum of weights): number or scalar
-            tensor, 0 for a micro-batch of 0 samples.
-        metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
-        table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
-            ignored in training.
-    """
-
-    total: Tensor | Mapping[str, Tensor]
-    count: Tensor | float
-    metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
-        default_factory=dict
-    )
-    table: Tensor | None = None
+    return total, metrics | dict(outcome.metrics)
 
 
 def _find_misuse(outcome: Outcome) -> str:
-    """Why an `Outcome` is invalid; empty if it is valid."""
+    """Why the sums and counts of an `Outcome` are invalid; empty if they are valid."""
     if not isinstance(outcome.metrics, Mapping):
         return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; use a dict of "
                 "name: (sum, count)")
@@ -250,23 +172,17 @@ class Task(Protocol):
         ...
 
 
-def find_task(name: str) -> type:
-    """The task class for `--task NAME|module:Class`."""
-    path = BUILT_IN.get(name, _BY_RECORD.get(name, name))
-    if ":" not in path:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "write your own task as module:Class."
-        raise ConfigError(f"--task {name or repr(name)}: no built-in task of this name; {hint} "
-                          f"Built in: {', '.join(sorted(BUILT_IN))}.")
-    found = load_object(path, flag="--task")
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
-                          "@dataclass(frozen=True) above the class; its fields become flags.")
-    missing = [m for m in REQUIRED_METHODS if not callable(getattr(found, m, None))]
-    if missing:
-        raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
-                          "defines model(), dataset(split) and loss(model, batch).")
-    return found
+def task_figures(task: Any) -> dict[str, Any]:
+    """The functions returned by `Task.figures`, by name; empty without such a method."""
+    figures = task.figures() if hasattr(task, "figures") else {}
+    if not isinstance(figures, Mapping) or not all(map(callable, figures.values())):
+        raise ConfigError(f"--task: figures() returned {figures!r}; return a dict of name: "
+                          "function of the means and the table, such as {'perplexity': lambda "
+                          "means, table: math.exp(means['loss'])}.")
+    if taken := sorted(figures.keys() & {"loss", "samples", "table"}):
+        raise ConfigError(f"--task: figures() has {taken[0]!r}, but val_{taken[0]} is reserved; "
+                          "choose another name.")
+    return dict(figures)
 
 
 def uncalled_methods(task: Any) -> str:
@@ -280,17 +196,75 @@ def uncalled_methods(task: Any) -> str:
     return f"{type(task).__name__}: {'; '.join(found)}" if found else ""
 
 
-def task_figures(task: Any) -> dict[str, Any]:
-    """The functions returned by `Task.figures`, by name; empty without such a method."""
-    figures = task.figures() if hasattr(task, "figures") else {}
-    if not isinstance(figures, Mapping) or not all(map(callable, figures.values())):
-        raise ConfigError(f"--task: figures() returned {figures!r}; return a dict of name: "
-                          "function of the means and the table, such as {'perplexity': lambda "
-                          "means, table: math.exp(means['loss'])}.")
-    if taken := sorted(figures.keys() & {"loss", "samples", "table"}):
-        raise ConfigError(f"--task: figures() has {taken[0]!r}, but val_{taken[0]} is reserved; "
-                          "choose another name.")
-    return dict(figures)
+@dataclass(frozen=True)
+class ObjectTask:
+    """A task that can't be recreated from config.toml, such as one with tensors in memory.
+
+    It delegates to the object. The fields are saved in the run folder; an instance created from
+    them in another process has no object and can't be trained.
+    """
+
+    path: str = ""
+    """Module and class of the object."""
+    holds: tuple[str, ...] = ()
+    """NAME=VALUE of a dataclass's fields: dtype and shape of tensors and arrays, the class of
+    other objects."""
+
+    @classmethod
+    def of(cls, task: Any) -> ObjectTask:
+        """Wrap an object and describe it."""
+        names = [f.name for f in dataclasses.fields(task)] if dataclasses.is_dataclass(task) else []
+        described = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
+        wrapped = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=described)
+        object.__setattr__(wrapped, "given", task)
+        return wrapped
+
+    def model(self) -> Any:
+        return self._object().model()
+
+    def dataset(self, split: str) -> Any:
+        return self._object().dataset(split)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self._object().loss(model, batch)
+
+    def __getattr__(self, name: str) -> Any:  # the object's other attributes
+        if name.startswith("__") or "given" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def __str__(self) -> str:
+        return self.path
+
+    def _object(self) -> Any:
+        if "given" not in vars(self):
+            raise ConfigError(
+                f"--task {self.path}: this run's task was passed as an object, which exists only "
+                "in the process that created it; continue there with trainer.train(), or move the "
+                "class to a module and use fields that config.toml can hold.")
+        return self.given
+
+
+def _described(value: Any) -> str:
+    """Describe a value without addresses: equal in each process that creates the same object."""
+    if value is None or isinstance(value, bool | int | float | str | enum.Enum | Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        sizes = "x".join(map(str, value.shape))
+        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {sizes}".strip()
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def source_code(task: Any) -> bytes:
+    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
+    kind = type(getattr(task, "given", task))
+    try:
+        return Path(inspect.getfile(kind)).read_bytes()
+    except (OSError, TypeError):
+        return b"".join(marshal.dumps(f.__code__) for f in vars(kind).values()
+                        if inspect.isfunction(f))
 
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -310,11 +284,43 @@ def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]
     return name, rest
 
 
+def find_task(name: str) -> type:
+    """The task class for `--task NAME|module:Class`."""
+    recorded = {old: path for path, old in RECORDED.items()}
+    path = BUILT_IN.get(name, recorded.get(name, name))
+    if ":" not in path:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "write your own task as module:Class."
+        raise ConfigError(f"--task {name or repr(name)}: no built-in task of this name; {hint} "
+                          f"Built in: {', '.join(sorted(BUILT_IN))}.")
+    found = load_object(path, flag="--task")
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
+                          "@dataclass(frozen=True) above the class; its fields become flags.")
+    missing = [m for m in REQUIRED_METHODS if not callable(getattr(found, m, None))]
+    if missing:
+        raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
+                          "defines model(), dataset(split) and loss(model, batch).")
+    try:
+        typing.get_type_hints(found)
+    except Exception as error:
+        raise ConfigError(f"--task {name}: the types of its fields can't be resolved: {error}; "
+                          "import them at run time too, not only under TYPE_CHECKING.") from error
+    return found
+
+
 def load_object(path: str, flag: str) -> Any:
     """Import `module:name`, also from the current folder; an error names `flag`."""
     module_name, _, name = path.partition(":")
     if not module_name:
         raise ConfigError(f"{flag} {path}: the module is missing; write module:Name.")
+    file = Path(module_name)
+    if file.suffix == ".py" or "/" in module_name or module_name.startswith("."):
+        outside = file.is_absolute() or ".." in file.parts  # not below the current folder
+        module_name = file.stem if outside else ".".join(file.with_suffix("").parts)
+        where = f", and run in {file.parent}" if outside else ""
+        raise ConfigError(f"{flag} {path}: give a module name, not a path: write "
+                          f"{module_name.strip('.')}:{name or 'Name'}{where}.")
     with contextlib.suppress(OSError):  # the current folder may have been removed
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -323,9 +329,8 @@ def load_object(path: str, flag: str) -> Any:
     except (Exception, SystemExit) as error:  # SystemExit: a script without a __main__ guard
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
-        spelt = _spelt(module_name, name)
         why = ("there is no such module on the import path; run from its folder or install it"
-               f"{spelt}" if absent or (spelt and isinstance(error, TypeError)) else
+               if absent else
                f"importing {module_name} raised {type(error).__name__}: {error}")
         raise ConfigError(f"{flag} {path}: {why}.") from (None if absent else error)
     if not name or not hasattr(module, name):
@@ -334,14 +339,3 @@ def load_object(path: str, flag: str) -> Any:
         hint = f"did you mean {module_name}:{near[0]}?" if near else "write module:Name."
         raise ConfigError(f"{flag} {path}: {module_name} has no {name!r}; {hint}")
     return getattr(module, name)
-
-
-def _spelt(file: str, name: str) -> str:
-    """A hint how to write a file path (`FOLDER/FILE.py`) as a module; empty if it is no path."""
-    if not (file.startswith(".") or file.endswith(".py") or "/" in file):
-        return ""
-    folder, _, stem = file.removesuffix(".py").removeprefix("./").rpartition("/")
-    outside = folder.startswith(("/", ".", "~"))  # not below the current folder
-    module = ".".join([stem] if outside else [*folder.split("/"), stem]).strip(".")
-    return (f"; give a module name, not a path: write {module}:{name or 'Name'}"
-            + (f", and run in {folder}" if outside else ""))

@@ -27,15 +27,12 @@ from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
 from trainer.run.hidden_state import check_state_dict, differing, same, values
 from trainer.step import Step
-from trainer.task import (
-    SPLITS,
-    Outcome,
-    check_outcome,
-    task_figures,
-    uncalled_methods,
-)
+from trainer.task import SPLITS, Outcome, check_outcome, task_figures, uncalled_methods
 
 SEED = 0
+TOLERANCE = 1e-5
+"""Tolerance for float32 rounding between the sum over a batch and the sums over its halves,
+relative to max(1, |sum|)."""
 
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
@@ -97,11 +94,6 @@ def raised(doing: str, error: Exception) -> str:
     return f"{doing} raised {summarize_exception(error)}"
 
 
-TOLERANCE = 1e-5
-"""Tolerance for float32 rounding between the sum over a batch and the sums over its halves,
-relative to max(1, |sum|)."""
-
-
 def check_task(task: Any, *, batch_size: int = 4) -> None:
     """Check the requirements on a task for exact restarts and for any number of ranks.
 
@@ -142,7 +134,7 @@ class _Case:
     """`whole` in two batches; None for a single sample."""
 
     def model(self, task: Any = None) -> nn.Module:
-        """A newly initialised model in training mode, with the same weights in each call."""
+        """A new model in training mode, with the same weights in each call."""
         rng.seed_all(SEED, rng.MODEL)
         model = (task or self.task).model()
         guard_plain(model.train())
@@ -166,19 +158,18 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
                             else raised("reading the first samples", error)]
-    for checks in ((_check_model,), (_check_loss,),
-                   (_check_gradients, _check_empty, _check_sums, _check_step)):
+    for check in (_check_model, _check_loss, _check_gradients, _check_empty, _check_sums,
+                  _check_step):
+        if irreproducible and check is _check_sums:
+            continue  # its batches may have different samples
         before = len(problems)
-        for check in checks:
-            if irreproducible and check is _check_sums:
-                continue  # its batches may have different samples
-            try:
-                problems += check(case)
-            except Exception as error:
-                problem = raised(check.__name__.replace("_check_", "checking the "), error)
-                if problem.partition(" raised ")[2] not in " ".join(problems):
-                    problems.append(problem)
-        if len(checks) == 1 and len(problems) > before:
+        try:
+            problems += check(case)
+        except Exception as error:
+            problem = raised(check.__name__.replace("_check_", "checking the "), error)
+            if problem.partition(" raised ")[2] not in " ".join(problems):
+                problems.append(problem)
+        if check in (_check_model, _check_loss) and len(problems) > before:
             return problems  # the later checks would fail for the same reason
     try:
         return problems + list(_check_state(case, pristine))
@@ -251,8 +242,7 @@ def _check_empty(case: _Case) -> Iterator[str]:
         if total.requires_grad:
             total.backward()
     except Exception as error:
-        yield (raised("loss of a micro-batch of 0 samples", error)
-               + f"; {EMPTY_BATCH_NOTE}.")
+        yield f"{raised('loss of a micro-batch of 0 samples', error)}; {EMPTY_BATCH_NOTE}."
         return
     if not total.requires_grad:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -43,11 +44,9 @@ class NodeAgent(HotAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         while True:
-            try:
+            with contextlib.suppress(*STORE_ERRORS):  # a node died during the rendezvous: repeat it
                 super()._rendezvous(worker_group)
                 return
-            except STORE_ERRORS:
-                continue  # a node died during the rendezvous: repeat it
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before, self._members = self._members, self._nodes.members
@@ -58,10 +57,9 @@ class NodeAgent(HotAgent):
         self._maybe_secondary = False
         pids = super()._start_workers(worker_group)
         size = worker_group.workers[0].world_size if worker_group.workers else 0
-        names = ", ".join(sorted(address for address, _ in self._members))
-        self._output.print_line(
-            f"{len(self._members)} node{'s' * (len(self._members) != 1)}: {names}; "
-            f"{size} rank{'s' * (size != 1)}")
+        names = sorted(address for address, _ in self._members)
+        self._output.print_line(f"{len(names)} node{'s' * (len(names) != 1)}: {', '.join(names)}; "
+                                f"{size} rank{'s' * (size != 1)}")
         return pids
 
     def _forward_stop(self) -> None:
@@ -113,12 +111,9 @@ class NodeAgent(HotAgent):
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: MembershipChange) -> None:
-        """Let the ranks save and exit. RunEnded: the run has ended meanwhile.
-
-        If the group is complete, this is an ordinary stop without a time limit. Otherwise the
-        ranks' connections are closed, because they may wait for a peer that is gone: each rank
-        saves the last step boundary alone, unless a newer attempt has begun.
-        """
+        """Let the ranks save and exit: without a time limit if the group is complete. Otherwise
+        their connections are closed, because they may wait for a peer that is gone: each rank saves
+        the last step boundary alone, unless a newer attempt has begun."""
         self._is_escalating, self._escalation = False, []
         if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
@@ -139,15 +134,14 @@ class NodeAgent(HotAgent):
 
     def _disconnect(self, keyword: str) -> None:
         self._ranks.send_keyword(keyword)
-        self._begin_escalation((self._grace_s, signal.SIGTERM),
-                               (self._grace_s + TERM_S, signal.SIGKILL))
+        self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
 
     def _is_broken(self) -> bool:
         """Whether the group is no longer complete: a rank has failed, or a node is lost."""
-        failed = any(end.failed for end in self._exits)
         self._nodes.take_change()
-        return failed or bool(self._nodes.num_nodes_waiting() and self._nodes.change
-                              and self._nodes.change.kind != "join")
+        self._nodes.num_nodes_waiting()
+        return any(end.failed for end in self._exits) or (
+            self._nodes.change is not None and self._nodes.change.kind != "join")
 
     def _exit_barrier(self) -> None:
         """Publish the exit code once all ranks of the run have finished together."""

@@ -18,20 +18,15 @@ from launch.rendezvous import host_store
 from trainer.distributed import sockets
 from trainer.errors import ConfigError
 
-STORE_TIMEOUT_S = 4.0
-"""A store without an answer for this long counts as lost. Shorter than the time after which other
-nodes declare this node dead."""
-
+STORE_TIMEOUT_S = 4.0  # of an answer; shorter than the time after which this node counts as dead
 GUARD_S = 0.3
 CONNECT_S = 3.0
 WAIT_S = 5.0  # how long to wait in the store for a value that another node writes
-STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
-"""Exceptions of torch's rendezvous and stores (store errors are RuntimeErrors)."""
+STORE_ERRORS = (RendezvousError, RuntimeError, OSError)  # of torch's rendezvous and stores
 
 
 class Endpoint:
-    """HOST:PORT and the store there, which the node with that address hosts. `ConfigError`: the
-    host name cannot be resolved, or there is no route to it."""
+    """HOST:PORT and the store there, which the node with that address hosts."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -52,17 +47,12 @@ class Endpoint:
 
     @property
     def hosts(self) -> bool:
-        """Whether this process hosts the store."""
         return self._server is not None
 
     def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
         """Host the store if this node has the endpoint's address, and connect to it twice: once for
         requests that are answered immediately, and once for waiting until other nodes write.
-
-        Raises:
-            ConfigError: another program listens at the endpoint.
-            STORE_ERRORS: the endpoint does not answer.
-        """
+        Raises one of `STORE_ERRORS` if the endpoint does not answer."""
         port_in_use = self._is_local and not self.hosts and not self._listen()
         limit = timedelta(seconds=CONNECT_S)
         before = sockets.connections()
@@ -85,8 +75,7 @@ class Endpoint:
             timer.cancel()
         waiting.set_timeout(timedelta(seconds=WAIT_S))
         self._has_connected = True
-        inodes = self._connections_since(before)
-        return GuardedBackend(requests, on_read=on_read, inodes=inodes), waiting
+        return GuardedBackend(requests, on_read, self._connections_since(before)), waiting
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
         """The connections to the endpoint that were made after `before`."""
@@ -106,17 +95,12 @@ class Endpoint:
 
 
 class GuardedBackend(C10dRendezvousBackend):
-    """torch's backend with a hook on reads, which also closes the connections of a silent store.
-
-    A call to a store whose host is cut off blocks until the network is back, despite its timeout.
-
-    Args:
-        on_read: called whenever torch reads the rendezvous state, about once a second.
-        inodes: connections to the store (see `sockets.connections`).
-    """
+    """torch's backend, which calls `on_read` when torch reads the rendezvous state, about once a
+    second, and closes the connections (`inodes`) of a silent store: a call to a store whose host is
+    cut off blocks until the network is back, despite its timeout."""
 
     def __init__(
-        self, store: TCPStore, *, on_read: Callable[[], None], inodes: Collection[int]
+        self, store: TCPStore, on_read: Callable[[], None], inodes: Collection[int]
     ) -> None:
         self._on_read, self._inodes = on_read, inodes
         self._called_s: dict[int, float] = {}  # thread → start of the call that it waits for
@@ -130,7 +114,6 @@ class GuardedBackend(C10dRendezvousBackend):
         return state
 
     def call(self, operation: str, *arguments: Any) -> Any:
-        """Call a store operation that is answered immediately."""
         return self._call_store(operation, *arguments)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The rendezvous of several nodes: torch's c10d rendezvous, which survives the loss of its store.
 
-Besides torch's state, the store contains what the nodes agree on, under `trainer/`:
+Besides torch's state, the store contains, under `trainer/`:
 
 - `launch`: the id of this launch on all nodes;
 - `newest`: the nonce of the newest attempt; a node with another nonce stops its ranks;
@@ -27,16 +27,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic import rendezvous as elastic
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
 from launch.options import Options
@@ -67,7 +59,7 @@ class MembershipChange:
     kind: str
     """`join`: a node waits to join, the group is complete. `lost`: a node or the store is gone.
     `stale`: a newer attempt has begun without this node."""
-    reason: str  # message for the user
+    reason: str
 
 
 class NodesRendezvous(LauncherRendezvous):
@@ -80,10 +72,8 @@ class NodesRendezvous(LauncherRendezvous):
         super().__init__()
         assert options.rdzv_endpoint is not None
         self.stop_requested = False  # whether any node received a stop request
-        self.change: MembershipChange | None = None
-        """The change that requires a restart, once `num_nodes_waiting` has detected it."""
-        self.members: frozenset[tuple[str, int]] = frozenset()
-        """Address and pid of each node of this round."""
+        self.change: MembershipChange | None = None  # as detected by `num_nodes_waiting`
+        self.members: frozenset[tuple[str, int]] = frozenset()  # address and pid of each node
         self._endpoint = Endpoint(*options.rdzv_endpoint)
         self._min_nodes, self._max_nodes = options.nnodes
         self._timeout_s = options.rejoin_timeout
@@ -93,7 +83,7 @@ class NodesRendezvous(LauncherRendezvous):
         self._nonce = ""
         self._joining = False
         self._attempt_server: TCPStore | None = None
-        self._handler: DynamicRendezvousHandler | None = None
+        self._handler: dynamic.DynamicRendezvousHandler | None = None
         self._backend: GuardedBackend | None = None
         # Otherwise torch's agents share one store, which a node that joins later does not know.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -102,13 +92,9 @@ class NodesRendezvous(LauncherRendezvous):
             name = f"torch.distributed.elastic.rendezvous.{module}"
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; reconnect as often as the store is lost meanwhile.
-
-        Raises:
-            RunEnded: the run has ended, a stop was requested, or `--rejoin-timeout` has passed.
-            ConfigError: another program listens at the endpoint.
-        """
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
+        """Join the next round; reconnect as often as the store is lost meanwhile. Raises `RunEnded`
+        if the run has ended, a stop was requested, or `--rejoin-timeout` has passed."""
         began_s, warned = time.monotonic(), False
         self.change, self._joining = None, True
         while True:
@@ -118,7 +104,7 @@ class NodesRendezvous(LauncherRendezvous):
                 info = handler.next_rendezvous()
                 self._joining = False
                 return self._open_attempt(handler, info)
-            except RendezvousTimeoutError as error:
+            except elastic.RendezvousTimeoutError as error:
                 raise RunEnded(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
                                f"--rejoin-timeout {self._timeout_s:g} s") from error
             except STORE_ERRORS:  # or a peer has died during the rendezvous
@@ -153,7 +139,7 @@ class NodesRendezvous(LauncherRendezvous):
         return bool(self._try("check", [f"trainer/change/{self._nonce}"]))
 
     def request_stop(self) -> None:
-        """Publish the stop request of this node to the other nodes."""
+        """Publish the stop request of this node."""
         if not self.stop_requested:
             self.stop_requested = True
             self._try("set", "trainer/stop", "1")
@@ -184,7 +170,7 @@ class NodesRendezvous(LauncherRendezvous):
         return True
 
     def leave(self) -> None:
-        """At the end, keep hosting the store until the other nodes have read the exit code."""
+        """Keep hosting the store until the other nodes have read the exit code."""
         self._joining = False
         if not self._endpoint.hosts:
             self._try("set", f"trainer/bye/{_key(self._me)}", "1")
@@ -198,28 +184,26 @@ class NodesRendezvous(LauncherRendezvous):
                     return
                 time.sleep(RETRY_S)
 
-    def _connect(self) -> DynamicRendezvousHandler:
+    def _connect(self) -> dynamic.DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
-        if not self._nonce:
-            self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
-                             f"at {self._endpoint}")
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
         else:
+            self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
+                             f"at {self._endpoint}")
             self._call("compare_set", "trainer/launch", "", self._launch_id)
-        self._handler = DynamicRendezvousHandler.from_backend(
+        self._handler = dynamic.DynamicRendezvousHandler.from_backend(
             "trainer", waiting, self._backend, self._min_nodes, self._max_nodes, self._me[0],
-            RendezvousTimeout(join=timedelta(seconds=self._timeout_s),
-                              last_call=timedelta(seconds=LAST_CALL_S)),
+            dynamic.RendezvousTimeout(join=timedelta(seconds=self._timeout_s),
+                                      last_call=timedelta(seconds=LAST_CALL_S)),
             keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
         )
         return self._handler
 
     def _open_attempt(
-        self, handler: DynamicRendezvousHandler, info: RendezvousInfo
-    ) -> RendezvousInfo:
-        """Publish (the first node of the round) or read the address of the attempt's store, and
-        its nonce."""
+        self, handler: dynamic.DynamicRendezvousHandler, info: elastic.RendezvousInfo
+    ) -> elastic.RendezvousInfo:
+        """Publish (on the round's first node) or read nonce and store address of the attempt."""
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
@@ -231,11 +215,10 @@ class NodesRendezvous(LauncherRendezvous):
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
         state = torch_private.rendezvous_state(handler)
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
-        return RendezvousInfo(info.store, info.rank, info.world_size,
-                              RendezvousStoreInfo(attempt["address"], attempt["port"]))
+        store_info = elastic.RendezvousStoreInfo(attempt["address"], attempt["port"])
+        return elastic.RendezvousInfo(info.store, info.rank, info.world_size, store_info)
 
     def _drop_connections(self) -> None:
-        """Close the connections to a store that is lost."""
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:
@@ -244,7 +227,7 @@ class NodesRendezvous(LauncherRendezvous):
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         if self._backend is None:
-            raise RendezvousConnectionError(f"{self._description} is lost")
+            raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         return self._backend.call(operation, *arguments)
 
     def _try(self, operation: str, *arguments: Any) -> Any:
@@ -257,7 +240,7 @@ class NodesRendezvous(LauncherRendezvous):
     def _state(self) -> Any:
         """torch's state of the rendezvous. Private: nothing public names the nodes."""
         if self._handler is None:
-            raise RendezvousConnectionError(f"{self._description} is lost")
+            raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
         return torch_private.rendezvous_state(self._handler)
 

@@ -23,7 +23,6 @@ def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
         (["--nproc-per-node", "0"], ("--nproc-per-node: '0'", "from 1")),
         (["--max-restarts", "-1"], ("--max-restarts: '-1'", "from 0")),
         (["--grace-s", "nan"], ("--grace-s: 'nan'", "from 0")),
-        (["--entry", "trainer"], ("--entry: 'trainer'", "MODULE:FUNCTION")),
         (["--nnodes", "2:1"], ("--nnodes: '2:1'", "MIN:MAX")),
         (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),
         (["--nnodes=2", "--rdzv-endpoint=a:b"], ("--rdzv-endpoint", "'a:b'", "HOST:PORT")),

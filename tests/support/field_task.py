@@ -68,6 +68,13 @@ class Needy(Tape):
 
 
 @dataclasses.dataclass(frozen=True)
+class Unknown(Tape):
+    """A field whose type is imported only for type checkers."""
+
+    width: Nowhere = 3  # type: ignore[name-defined]  # noqa: F821
+
+
+@dataclasses.dataclass(frozen=True)
 class Gaps(Tape):
     """TOML has no null."""
 

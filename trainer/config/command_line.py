@@ -301,10 +301,11 @@ def _configure(
     try:
         for name, value in values.items():
             if value is MISSING:
-                raise ValueError(f"{flag_of(name)}: this field has no default; give a value.")
+                raise ConfigError(f"{flag_of(name)}: this field has no default; give a value.")
         values["task"] = _build(task, values, "task.")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{task_source}: {error}") from error
+        cause = None if isinstance(error, ConfigError) else error  # shown with its traceback
+        raise ConfigError(f"{task_source}: {error}") from cause
     try:
         return _build(Config, values, "")
     except InvalidSetting as error:

@@ -96,7 +96,8 @@ class InvalidSetting(ConfigError):
 
 
 class Section:
-    """Base class of configuration sections: converts the values to their types and checks ranges.
+    """Base class of configuration sections and shipped tasks: converts the values to the types of
+    their fields and checks the ranges.
 
     Without it, `True` given from Python for an on/off setting would count as "off".
     """
@@ -114,16 +115,20 @@ class Section:
             try:
                 value = convert_value(hint, given)
             except ValueError as error:
-                raise InvalidSetting(self.prefix + field.name, repr(given), f"{error}.") from error
+                raise InvalidSetting(self._flag(field.name), repr(given), f"{error}.") from error
             allowed = field.metadata.get("allowed", "")
-            self.check(_fits(value, allowed), field.name, f"use {type_name(hint)} {allowed}.")
+            self.check(fits(value, allowed), field.name, f"use {type_name(hint)} {allowed}.")
             object.__setattr__(self, field.name, value)
 
     def check(self, condition: bool, name: str, remedy: str, value: object = None) -> None:
         """Raise `InvalidSetting` unless the condition holds, with the (part of the) value."""
         if not condition:
             wrong = getattr(self, name) if value is None else value
-            raise InvalidSetting(self.prefix + name, wrong, remedy)
+            raise InvalidSetting(self._flag(name), wrong, remedy)
+
+    def _flag(self, name: str) -> str:
+        fields: Any = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+        return self.prefix + setting_name(fields[name])
 
 
 def flag_of(name: str) -> str:
@@ -131,7 +136,8 @@ def flag_of(name: str) -> str:
     return "--" + ("run-dir" if name == "run" else name.replace("_", "-"))
 
 
-def _fits(value: Any, allowed: str) -> bool:
+def fits(value: Any, allowed: str) -> bool:
+    """Whether a number, or each number of a tuple, is in a range such as ">= 0 and < 1"."""
     signs = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
     bounds = [bound.split() for bound in allowed.split(" and ") if bound]
     several = value if isinstance(value, tuple) else (value,)

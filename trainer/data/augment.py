@@ -11,53 +11,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# numpy, because on small tensors the dispatch of a torch operation costs more than its work. For 32
-# images of 28 x 28: flip 14 us (torch.where: 40 us), crop 30 us (torch.gather: 70 us).
-
-_ONE = np.uint64(1)
-_SIXTEEN_BITS = np.uint64(0xFFFF)
+# numpy, because on small tensors the dispatch of a torch operation costs more than its work: for 32
+# images of 28 x 28, flip takes 14 us (torch.where: 40 us).
 
 
 def flip(images: Tensor, keys: np.ndarray) -> Tensor:
-    """Mirror image i left to right if bit 0 of `keys[i]` is set.
-
-    Args:
-        images: NxCxHxW on the CPU, of any dtype that numpy supports; not modified.
-        keys: N uint64.
+    """A copy of images NxCxHxW, with image i mirrored left to right if bit 0 of `keys[i]` is set.
     """
-    chosen = (keys & _ONE).astype(bool)
+    chosen = (keys & np.uint64(1)).astype(bool)
     result = images.numpy().copy()
     result[chosen] = result[chosen][..., ::-1]
     return torch.from_numpy(result)
 
 
-def crop(images: Tensor, keys: np.ndarray, padding: int, fill: float = 0) -> Tensor:
-    """Shift image i by up to `padding` pixels in each direction, as given by bits of `keys[i]`.
+def crop(images: Tensor, keys: np.ndarray, padding: int) -> Tensor:
+    """Shift image i of NxCxHxW by up to `padding` pixels in each direction, as its key says.
 
-    Equivalent to padding all sides by `padding` and taking a random crop of the original size.
-
-    Args:
-        images: NxCxHxW on the CPU, of any dtype that numpy supports; not modified.
-        keys: N uint64.
-        padding: pixels, 0 or more.
-        fill: value of the padded pixels.
+    Equivalent to padding all sides with 0 and taking a random crop of the original size.
     """
-    source = images.numpy()
-    number, channels, height, width = source.shape
-    padded = np.full(
-        (number, channels, height + 2 * padding, width + 2 * padding), fill, source.dtype
-    )
-    padded[..., padding : padding + height, padding : padding + width] = source
-    per_image, per_channel, per_row, per_column = padded.strides
-    places = 2 * padding + 1
-    windows = np.lib.stride_tricks.as_strided(
-        padded,
-        (number, places, places, channels, height, width),
-        (per_image, per_row, per_column, per_channel, per_row, per_column),
-        writeable=False,
-    )
-    down, right = _below(places, keys >> np.uint64(16)), _below(places, keys >> np.uint64(32))
-    return torch.from_numpy(windows[np.arange(number), down, right])
+    sides = ((0, 0), (0, 0), (padding, padding), (padding, padding))
+    padded = np.pad(images.numpy(), sides)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[2:], axis=(2, 3))
+    down, right = (_below(2 * padding + 1, keys >> np.uint64(shift)) for shift in (16, 32))
+    return torch.from_numpy(np.ascontiguousarray(windows[np.arange(len(keys)), :, down, right]))
 
 
 def _below(bound: int, keys: np.ndarray) -> np.ndarray:
@@ -65,5 +41,5 @@ def _below(bound: int, keys: np.ndarray) -> np.ndarray:
 
     For the bounds of a crop, the probabilities of two values differ by at most 0.1 %.
     """
-    scaled = (keys & _SIXTEEN_BITS) * np.uint64(bound)
+    scaled = (keys & np.uint64(0xFFFF)) * np.uint64(bound)
     return (scaled >> np.uint64(16)).astype(np.int64)

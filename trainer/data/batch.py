@@ -44,11 +44,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples as torch's `default_collate` does, in new memory; also supports dataclasses.
-
-    Raises:
-        TypeError, ValueError: the samples can't be stacked.
-    """
+    """Stack samples as torch's `default_collate` does, in new memory; also supports dataclasses."""
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [f.name for f in dataclasses.fields(first) if f.init]
@@ -77,10 +73,8 @@ def _refuse_unequal(what: str, values: set[Any]) -> None:
 
 
 def collated(function: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """The batch that a collate function makes, in memory of its own.
-
-    Several batches are in use at once, and a task's function may fill the same memory each time.
-    """
+    """The batch that a collate function makes, copied: a task's function may fill the same memory
+    each time, but several batches are in use at once."""
     batch = function(samples)
     return batch if function is collate else copy_of(batch)
 

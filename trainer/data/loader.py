@@ -17,23 +17,13 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
-
-class SampledSource(DataReader):
-    """Reads the micro-batches of a sampler from a map-style data set."""
-
-    def next_epoch(self) -> None:
-        raise AssertionError("a sampler yields whole epochs only, so each window is used")
-
-
-MicroBatchSource = SampledSource | StreamReader
+MicroBatchSource = DataReader | StreamReader
 
 
 class Loader:
-    """Yields the micro-batches of this rank, with prefetching to the device.
+    """Yields the micro-batches of this rank; on CUDA they are copied ahead on a separate stream.
 
     Args:
-        device: target of the batches; on CUDA they are copied on a separate stream.
-        log: receives one warning and event per bad sample.
         at_once: read the whole window before its first forward pass. Without loader workers that is
             faster: a forward pass evicts the data of reading from the CPU caches.
     """
@@ -87,11 +77,9 @@ class Loader:
 
     def next_epoch(self) -> None:
         """Drop the window just read, because the epoch of a stream had ended; begin the next epoch.
-
-        Raises:
-            ConfigError: the epoch had no complete window.
         """
         assert self._ahead is None, "prefetching never goes beyond the current window"
+        assert isinstance(self._source, StreamReader), "a sampler yields whole epochs only"
         self._source.next_epoch()
 
     def reopen(self, make: Callable[[], MicroBatchSource]) -> None:

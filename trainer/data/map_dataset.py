@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,17 +58,9 @@ class MicroBatch:
 class SampleIndices(list[int]):
     """The argument of a data set's `__getitems__`: a list of indices with epoch and random keys."""
 
-    def __init__(self, indices: Iterable[int], samples: Sequence[int], *, seed: int, epoch: int
-                 ) -> None:
+    def __init__(self, indices: Iterable[int], keys: np.ndarray, epoch: int) -> None:
         super().__init__(indices)
-        self.epoch = epoch
-        self._seed, self._samples = seed, samples
-
-    @functools.cached_property
-    def keys(self) -> np.ndarray:
-        """One uint64 key per sample, computed on first use."""
-        base = rng.mix(self._seed, rng.SAMPLE, self.epoch)
-        return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
+        self.keys, self.epoch = keys, epoch
 
 
 class KeyedSamples(Dataset[MicroBatch]):
@@ -79,13 +70,12 @@ class KeyedSamples(Dataset[MicroBatch]):
     `__getitems__` without keys. The keys are those of the samples' positions in the subset.
 
     A sample is bad if reading it raises, or if its micro-batch can't be collated and collating the
-    sample alone raises too. Its replacement is a function of (seed, epoch, sample) and is read with
-    its own key, so the batch equals that of a sampler that had chosen the replacement.
+    sample alone raises too. With `skip` it is replaced, otherwise a `SampleError` is raised. The
+    replacement is a function of (seed, epoch, sample) and is read with its own key, so the batch
+    equals that of a sampler that had chosen the replacement.
 
     Args:
         augment: whether `__getitems__` receives keys; without keys it does not augment.
-        skip: replace bad samples; otherwise they raise a `SampleError`.
-        rank: used in error messages.
         advice: appended to the error message of a single bad sample.
     """
 
@@ -137,11 +127,8 @@ class KeyedSamples(Dataset[MicroBatch]):
     def _read(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
     ) -> tuple[Any, tuple[int, ...]]:
-        """The batch of these samples, and the indices it really contains.
-
-        If it can't be made, each sample is tried alone, in order to find the bad ones. The errors
-        of replaced samples are added to `why`.
-        """
+        """The batch of these samples, and the indices it really contains. If it can't be made, each
+        sample is tried alone, to find the bad ones; `why` gets the errors of replaced samples."""
         chosen, alone = indices, self._samples
         for _ in range(2):  # samples that can't be read, and then those that can't be collated
             try:
@@ -158,28 +145,25 @@ class KeyedSamples(Dataset[MicroBatch]):
     def _choose(
         self, index: int, epoch: int, use: Callable[[tuple[int], int], Any], why: dict[int, str]
     ) -> tuple[int, Any]:
-        """The first usable index and the result of `use`: `index` itself, or a replacement if it
-        raises."""
-        first: SampleError | None = None
-        for attempt in range(1 + TRIES if self._skip else 1):
-            candidate = index
-            if attempt:
-                key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
-                candidate = key % len(self)
+        """`index`, or the first replacement for which `use` doesn't raise, and its result."""
+        candidates = [index]
+        if self._skip:
+            candidates += [rng.mix(self._seed, rng.REPLACE, epoch, index, attempt) % len(self)
+                           for attempt in range(1, 1 + TRIES)]
+        errors = []
+        for candidate in candidates:
             try:
                 return candidate, use((candidate,), epoch)
             except SampleError as error:
                 if is_shortage(error.__cause__) or not isinstance(error.__cause__, Exception):
                     raise  # not the sample's fault
-                if first is None:
-                    first = error
-                    why[index] = summarize_exception(error.__cause__)
-        assert first is not None
+                errors.append(error)
+                why[index] = summarize_exception(errors[0].__cause__)
         if self._skip:
-            raise SampleError(f"{first}, and so did the {TRIES} samples that were tried in its "
-                              "place") from first.__cause__
-        first.single = True
-        raise first
+            raise SampleError(f"{errors[0]}, and so did the {TRIES} samples that were tried in its "
+                              "place") from errors[0].__cause__
+        errors[0].single = True
+        raise errors[0]
 
     def _batch(self, indices: tuple[int, ...], epoch: int) -> Any:
         """The batch of exactly these samples."""
@@ -193,7 +177,8 @@ class KeyedSamples(Dataset[MicroBatch]):
         with self._named(indices, epoch):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
-                wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
+                base = rng.mix(self._seed, rng.SAMPLE, epoch)
+                wanted = SampleIndices(wanted, rng.mix_array(base, np.array(indices)), epoch)
             read = self._inner.__getitems__(wanted)
             if isinstance(read, list) and len(read) != len(indices):
                 raise ValueError(f"__getitems__ was called with {len(indices)} indices and "
@@ -247,14 +232,9 @@ share a data set, such as those of a training and a validation subset."""
 
 
 def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
-    """Call `set_epoch` on a data set, and on those combined in it by torch's own classes.
-
-    Random draws in `set_epoch` (such as an order) are keyed: equal on all ranks and after a
-    restart.
-
-    Returns:
-        The ids of the data sets that have the method.
-    """
+    """Call `set_epoch` on a data set, and on those combined in it by torch's own classes; return
+    the ids of those that have the method. Its random draws (such as an order) are keyed: equal on
+    all ranks and after a restart."""
     queue, listeners = [dataset], []
     for one in queue:
         if hasattr(one, "set_epoch"):
@@ -293,18 +273,14 @@ def in_memory(dataset: Any) -> bool:
 
 
 def shared_samples(train: Any, validation: Any) -> str:
-    """The evidence that validation samples are training samples, or "".
-
-    Compares the indices of two `Subset`s of one data set, and the tensors of `TensorDataset`s.
-    """
+    """The evidence that validation samples are training samples, or ""; compares the indices of two
+    `Subset`s of one data set, and the tensors of `TensorDataset`s."""
+    shared = 0
     if isinstance(train, Subset) and isinstance(validation, Subset):
-        if train.dataset is not validation.dataset or not len(validation):
-            return ""
-        shared = int(np.isin(np.asarray(validation.indices), np.asarray(train.indices)).sum())
+        both = np.isin(np.asarray(validation.indices), np.asarray(train.indices))
+        shared = int(both.sum()) if train.dataset is validation.dataset else 0
     elif isinstance(train, TensorDataset) and isinstance(validation, TensorDataset):
-        equal = map(torch.equal, train.tensors, validation.tensors)
-        shared = len(validation) if all(equal) else 0
-    else:
-        return ""
+        equal = all(map(torch.equal, train.tensors, validation.tensors))
+        shared = len(validation) if equal else 0
     return (f"{shared:,} of {len(validation):,} validation samples are among the training samples: "
             "the scores are too good") if shared else ""

@@ -42,10 +42,8 @@ class SampleError(RuntimeError):
 
 @contextmanager
 def as_sample_error(doing: str | Callable[[], str]) -> Iterator[None]:
-    """Turn an exception into a `SampleError` that names the current operation.
-
-    In a loader worker also SystemExit and the like: the exit would hide the reason.
-    """
+    """Turn an exception into a `SampleError` that names the current operation; in a loader worker
+    also SystemExit and the like, because the exit would hide the reason."""
     try:
         yield
     except BaseException as error:
@@ -66,11 +64,8 @@ def yield_items_and_error(items: Iterator[T], *, rank: int, worker: int | None) 
 def raise_or_return(
     error: SampleError, *, rank: int, worker: int | None, advice: str = ""
 ) -> SampleError:
-    """Add the process to an error's message and raise it.
-
-    In a loader worker it is returned instead, and raised in the rank's process: an exception that
-    leaves a worker loses its cause and attributes.
-    """
+    """Add the process to an error's message and raise it. In a loader worker return it instead, to
+    be raised by the rank: an exception that leaves a worker loses its cause and attributes."""
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
     located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
     if worker is None:

@@ -18,10 +18,8 @@ from trainer.distributed.partition import block, micro_batches_per_rank
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How an epoch of `samples` samples is split into windows (global batches) and micro-batches.
-
-    Steps count from 1, epochs from 0.
-    """
+    """How an epoch of `samples` samples is split into windows (global batches) and micro-batches;
+    steps count from 1, epochs from 0."""
 
     samples: int
     global_size: int
@@ -32,7 +30,6 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch."""
         whole, rest = divmod(self.samples, self.global_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
@@ -68,10 +65,8 @@ class MicroBatchSpec:
 
 @dataclass(frozen=True)
 class MicroBatchSampler:
-    """Iterates over the micro-batches of one rank, from `position` to the end of the run.
-
-    One iteration covers all remaining epochs, so loader workers are started only once.
-    """
+    """Iterates over the micro-batches of one rank, from `position` to the end of the run: all
+    remaining epochs at once, so loader workers are started only once."""
 
     plan: BatchPlan
     _: KW_ONLY
@@ -82,10 +77,9 @@ class MicroBatchSampler:
     position: int
     """Global batches already consumed: the first micro-batch belongs to step `position` + 1."""
     total_steps: int
-    """The last step of the run."""
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Sample indices of an epoch in training order: int64 tensor of shape (samples,)."""
+        """Sample indices of an epoch in training order."""
         if not self.shuffle:
             return torch.arange(self.plan.samples)
         generator = torch.Generator()
@@ -103,14 +97,10 @@ class MicroBatchSampler:
     def _specs_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[MicroBatchSpec]:
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
-        mine = block(micro_batches, self.rank, self.num_ranks)
-        count = micro_batches_per_rank(micro_batches, self.num_ranks)
-        for place in range(count):
-            last = place == count - 1
-            if place < len(mine):
-                start = first + mine[place] * self.plan.micro_size
-                stop = min(start + self.plan.micro_size, end)
-                indices = tuple(order[start:stop].tolist())
-                yield MicroBatchSpec(step, epoch, mine[place], last, indices)
-            else:
-                yield MicroBatchSpec(step, epoch, -1, last, ())
+        numbers = list(block(micro_batches, self.rank, self.num_ranks))
+        numbers += [-1] * (micro_batches_per_rank(micro_batches, self.num_ranks) - len(numbers))
+        for place, number in enumerate(numbers, start=1):
+            start = first + number * self.plan.micro_size
+            stop = min(start + self.plan.micro_size, end)
+            indices = () if number < 0 else tuple(order[start:stop].tolist())
+            yield MicroBatchSpec(step, epoch, number, place == len(numbers), indices)

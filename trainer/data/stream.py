@@ -73,11 +73,7 @@ class StreamReader:
         return self._ready.popleft()
 
     def next_epoch(self) -> None:
-        """Drop the last window, which no rank uses, and begin the next epoch.
-
-        Raises:
-            ConfigError: it was the first window of the epoch, so no epoch has a full global batch.
-        """
+        """Drop the last window, which no rank uses, and begin the next epoch."""
         if self._step() == self._start:
             raise ConfigError(
                 f"--batch.global-size {self._spec.lanes * self._spec.micro_size}: epoch "
@@ -91,11 +87,8 @@ class StreamReader:
         self._start_window()
 
     def share(self) -> None:
-        """Exchange the iterators' positions between all ranks before a save (collective).
-
-        Without it the other ranks' positions are those of the last exchange: exact too, but a
-        resumed run has to read and drop the samples in between.
-        """
+        """Exchange the iterators' positions between all ranks before a save (collective). Without
+        it a resumed run reads and drops the samples since the last exchange: slower, but exact."""
         own = self._marks | self._taken.get(self._step(), {})
         mine = {number: dataclasses.asdict(own.get(number, LanePosition()))
                 for number in self._spec.iterators_of(self._lanes)}
@@ -113,11 +106,7 @@ class StreamReader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the position; must be called before the first micro-batch is read.
-
-        Raises:
-            ConfigError: the saved position has another lane layout.
-        """
+        """Set the position; must be called before the first micro-batch is read."""
         if self._readers:
             # Already loaded before reading began; this is the call with the rest of the state.
             assert state == self._begun, "the stream is already being read from another position"

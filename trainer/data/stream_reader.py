@@ -77,9 +77,6 @@ class LaneIterator:
     Args:
         mark: the position to resume from; without a state, earlier samples are read and dropped.
         windows: completed windows of the epoch, at least `mark.windows`.
-
-    Raises:
-        SampleError: by any method, if the data set raises; names the position of the sample.
     """
 
     def __init__(self, spec: StreamSpec, *, number: int, epoch: int,
@@ -114,10 +111,8 @@ class LaneIterator:
             self.take()
 
     def take(self) -> list[tuple[int, Any]]:
-        """Read the samples of the next window, each with its position in this iterator.
-
-        Returns fewer samples at the end of the stream, and none after it.
-        """
+        """The samples of the next window, each with its position in this iterator: fewer at the end
+        of the stream, and none after it."""
         taken: list[tuple[int, Any]] = []
         while len(taken) < self._spec.samples_per_window and not self._ended:
             self._key(self._place)
@@ -206,7 +201,6 @@ class LaneReader(IterableDataset[WindowPart]):
     Args:
         empty_slots: empty micro-batches to append to each window.
         epoch, windows, marks: the position where the first iteration begins.
-        rank, worker: used in error messages.
     """
 
     def __init__(
@@ -223,9 +217,8 @@ class LaneReader(IterableDataset[WindowPart]):
         self._position = (self._position[0] + 1, 0, {})
         return yield_items_and_error(parts, rank=self._rank, worker=self._worker)
 
-    def _parts(
-        self, epoch: int, windows: int, marks: dict[int, LanePosition]
-    ) -> Iterator[WindowPart]:
+    def _parts(self, epoch: int, windows: int, marks: dict[int, LanePosition]
+               ) -> Iterator[WindowPart]:  # fmt: skip
         begin_epoch(self._spec.dataset, epoch, seed=self._spec.seed)
         iterators = [LaneIterator(self._spec, number=number, epoch=epoch, windows=windows,
                                   mark=marks.get(number, LanePosition()))
@@ -273,8 +266,7 @@ class LaneReader(IterableDataset[WindowPart]):
 class StreamBatches(IterableDataset[MicroBatch]):
     """Yields one rank's share of a stream's batches: batch n belongs to rank n mod W.
 
-    Each rank reads the whole stream, so every rank knows the number of batches. It is the number of
-    the last batch that is yielded, which is empty.
+    Each rank reads the whole stream. A last, empty batch has the number of batches as its number.
     """
 
     def __init__(

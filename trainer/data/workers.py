@@ -31,9 +31,6 @@ class DataReader(Iterator[Any]):
         workers: loader processes; 0 reads in this process.
         prefetch: items to read ahead, per process.
         first_worker: number of the first loader process.
-
-    Raises:
-        SampleError: by `next`, if the data set returned it from a loader process.
     """
 
     def __init__(
@@ -84,12 +81,9 @@ class DataReader(Iterator[Any]):
 
 @dataclass(frozen=True)
 class _Packed:
-    """A pickled item of a loader process.
-
-    Pickled by the code that reads the item, so that a failure (an object that can't be pickled,
-    exhausted shared memory) is raised in the rank. The thread of the process's queue would print
-    it, and the rank would wait forever.
-    """
+    """An item of a loader process, pickled where it is read, so that a failure (an object that
+    can't be pickled, exhausted shared memory) is raised in the rank. The thread of the process's
+    queue would print it, and the rank would wait forever."""
 
     data: bytes
 
@@ -107,10 +101,7 @@ def _packed(item: Any) -> Any:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles tensors as torch does, but those in small storages by value.
-
-    Tensors that share a storage still share it after unpickling.
-    """
+    """Pickles tensors as torch does, but small storages by value, once for all their tensors."""
 
     def reducer_override(self, item: Any) -> Any:
         if not isinstance(item, torch.UntypedStorage) or item.is_shared() or (
@@ -127,11 +118,8 @@ def _with_bytes(data: bytes) -> torch.UntypedStorage:
 
 
 def _start_worker(rank: int, first: int, number: int) -> None:
-    """Set up a loader process.
-
-    It dies with its rank (the process `rank`), ignores stop signals, uses one thread, and has its
-    own file offsets in the files that the data set has open.
-    """
+    """Set up a loader process: it dies with its rank, ignores stop signals, uses one thread, and
+    has its own offsets in the files that the data set has open."""
     # The worker has inherited the rank's sockets. If it outlived the rank, the peers would not
     # notice the rank's death.
     processes.die_with_parent(signal.SIGKILL)

@@ -26,19 +26,16 @@ class Attempt:
     world_size: int
     start_step: int
     end_step: int
-    end: str = "died"
-    """finished, stopped, gave up, refused, failure, or died (no event about the end)."""
+    end: str = "died"  # or finished, stopped, gave up, refused, failure; died: no event of its end
     launch: str | None = None  # equal in all attempts started by one launcher
     version: str | None = None  # digest of the configuration and the task's code
-    cause: Event | None = None
-    """The event of the first failure, or a secondary failure if there is no other."""
-    relaunched: bool = False
-    """Whether its launcher started the next attempt; if so, the end was no preemption."""
+    cause: Event | None = None  # the first failure, or a secondary one if there is no other
+    relaunched: bool = False  # by the same launcher, so the end was no preemption
     reached: int | None = None  # the last step in metrics.jsonl when the next attempt started
 
     @property
     def failed(self) -> bool:
-        """Whether a failure ended it. If it died with its launcher, it was preempted."""
+        """Whether a failure ended it; if it died with its launcher, it was preempted."""
         return self.end in ("failure", "died") and (self.cause is not None or self.relaunched)
 
     @property
@@ -91,8 +88,8 @@ def _is_secondary(event: Event) -> bool:
 
 def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
     """The most recent consecutive attempts that failed at the same step, oldest first. Preempted
-    attempts are ignored. The sequence is ended by a failure at another or an unknown step, by a
-    stop, and by another `version` than that of the next attempt."""
+    attempts are ignored. A failure at another or an unknown step, a stop, and another `version`
+    end the sequence."""
     row: list[Attempt] = []
     for attempt in reversed(attempts):
         if attempt.end not in ("failure", "died") or attempt.version != version:
@@ -107,9 +104,7 @@ def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Atte
 
 
 def failed_step(event: Event) -> int:
-    """The step, in progress or just finished, in which a failure happened."""
-    step = event.get("failed_step")
-    return event["step"] if step is None else step
+    return event.get("failed_step", event["step"])
 
 
 def failure_sentence(event: Event) -> str:

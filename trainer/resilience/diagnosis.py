@@ -33,28 +33,25 @@ class Failure:
         self._error: BaseException | None = None  # its frames hold memory: dropped by `explain`
         self._found: Diagnosis | None = None
         self._event: dict[str, Any] = {}
-        self._secondary = False
 
     def note(self, error: BaseException, *, step: int | None = None) -> None:
         """Record the failure, once, at a step (default: the last complete one). Call it before the
-        save that follows, which may take long. The deaths of loader workers are ignored from now
-        on."""
+        save that follows, which may take long."""
         forget_workers()
         if self._error is not None and self._error in (error, error.__cause__):
             return
-        self._error, self._secondary = error, lost_peer(error) or isinstance(error, PeerFailed)
-        self._found = found = diagnose(error)
+        self._error, self._found = error, (found := diagnose(error))
         self._event = self._log.event(
             "failure", why=": ".join(filter(None, (found.kind, found.message))),
-            where=found.where, echo=self._secondary,
+            where=found.where, echo=lost_peer(error) or isinstance(error, PeerFailed),
             failed_step=self._log.status.step if step is None else step,
             failed_phase=self._log.status.place, memory=found.memory,
         )
         _report(self._event, error)
 
     def end(self, error: TrainerError) -> None:
-        """Record an end of the run whose message explains it. If the run may be restarted, report
-        it to the launcher as a failure too."""
+        """Record an end of the run whose message explains it; report it to the launcher if the run
+        may be restarted."""
         code = error.exit_code
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
                                 echo=error.origin_rank not in (None, self._log.rank))
@@ -66,28 +63,19 @@ class Failure:
         assert self._error is not None
         assert self._found is not None
         log, found = self._log, self._found
-        if self._secondary:  # the rank that caused it explains it
-            message = (str(self._error) if isinstance(self._error, PeerFailed)
+        error, self._error = self._error, None
+        if self._event["echo"]:  # the rank that caused it explains it
+            message = (str(error) if isinstance(error, PeerFailed)
                        else f"lost a peer after step {log.status.step} ({log.status.phase})")
             log.warning(f"{message}; leaving")
-            self._error = None
             return EXIT_FAILURE, ""
-        say(_stack(self._error))
-        self._error = None
+        say(_stack(error))
         if found.memory and self._config is not None:
-            log.error("\n".join(self._memory_lines(found.memory)))
+            log.error(explain_memory(found.memory, self._event["failed_phase"], self._config))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
         log.error(last := failure_sentence(self._event))
         return EXIT_CONFIG if found.is_import else EXIT_FAILURE, last
-
-    def _memory_lines(self, memory: str) -> list[str]:
-        who = ("a loader worker died; the usual cause is too little memory" if memory == "worker"
-               else "out of memory")
-        return [f"{who}, in phase {self._event['failed_phase']}, with micro-batches of "
-                f"{self._config.batch.micro_size}. Remedies, in this order:",
-                *(f"  {number}. {words}" for number, words
-                  in enumerate(memory_remedies(memory, self._config), 1))]
 
 
 def _report(event: dict[str, Any], error: BaseException) -> None:
@@ -103,7 +91,7 @@ def _stack(error: BaseException) -> str:
 MOST_CHARS = 400  # of a message; the traceback has the full text
 _FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
-_Frame = tuple[str, int, str]
+_Frame = tuple[str, int | str, str]  # file, line, function
 
 _SHORTAGE = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
@@ -132,9 +120,7 @@ class Diagnosis:
 
     kind: str  # name of its class
     message: str  # one line
-    where: str | None
-    """`file:line in function`: the innermost line of user code that the trainer has called;
-    without user code, the innermost line."""
+    where: str | None  # `file:line in function`: the innermost line of user code, or of all
     is_import: bool  # whether an import failed: another attempt would fail in the same way
     memory: str | None  # what ran out of memory: `rank` or `worker`
 
@@ -145,15 +131,12 @@ def diagnose(error: BaseException) -> Diagnosis:
     kind, message, frames = type(error).__name__, text, _frames(error)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
     if "Original Traceback (most recent call last)" in text:  # sent by a worker
-        first = text.partition("\n\nThe above exception was")[0]
-        frames = [(path, int(line), name) for path, line, name in _FRAME.findall(first)]
+        frames = _FRAME.findall(text.partition("\n\nThe above exception was")[0])
         starts = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
         message = text[starts[-1].end():] if starts else text.strip().splitlines()[-1]
     elif (cause := _chain(error)[-1]) is not error:
         # Also for an error in a loader worker, whose traceback comes as text.
-        found = _FRAME.findall(text_of(cause))
-        frames = [(path, int(line), name) for path, line, name in found] or _frames(
-            cause) or frames
+        frames = _FRAME.findall(text_of(cause)) or _frames(cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     readers = [getattr(sys.modules.get(name), "__file__", None)
                for name in ("torch.utils.data.dataloader", "trainer.data.workers")]
@@ -167,10 +150,11 @@ def diagnose(error: BaseException) -> Diagnosis:
     if (exhausted and "DataLoader worker" in text) or (
             worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
         memory = "worker"
-    helps = remedy(error)
+    message, helps = " ".join(message.split()), remedy(error)
+    if len(message) > MOST_CHARS:
+        message = message[:MOST_CHARS] + " …"
     return Diagnosis(
-        kind=kind, message=_one_line(message) + (f"; {helps}" if helps else ""),
-        where=_where(frames),
+        kind=kind, message=message + (f"; {helps}" if helps else ""), where=_where(frames),
         is_import=not is_shortage(error) and bool(
             kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
@@ -201,12 +185,13 @@ def remedy(error: BaseException) -> str:
     return ""
 
 
-def memory_remedies(memory: str, config: Any) -> list[str]:
-    """Remedies for exhausted memory of a `rank` or `worker`, in the order in which to try them."""
+def explain_memory(memory: str, phase: str, config: Any) -> str:
+    """Explain exhausted memory of a `rank` or `worker`, with remedies in order."""
     batch, workers = config.batch, config.data.workers
-    found = []
+    who, found = "out of memory", []
     if memory == "worker":
-        fewer = "1" if workers == "auto" else str(max(0, workers // 2))
+        who = "a loader worker died; the usual cause is too little memory"
+        fewer = 1 if workers == "auto" else max(0, workers // 2)
         found.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
                      "--data.prefetch 1")
     smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
@@ -218,7 +203,9 @@ def memory_remedies(memory: str, config: Any) -> list[str]:
             found.append("mixed precision: --precision.dtype bf16")
         found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
                      "use_reentrant=False) around the blocks of the model")
-    return found
+    return "\n".join([f"{who}, in phase {phase}, with micro-batches of {batch.micro_size}. "
+                      "Remedies, in this order:",
+                      *(f"  {number}. {words}" for number, words in enumerate(found, 1))])
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -236,16 +223,15 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether code other than the trainer's, torch's and Python's raised it, so that its traceback
-    explains more than the message."""
+    """Whether user code raised it, so that its traceback explains more than the message."""
     return isinstance(error, SyntaxError) or any(
         foreignness(path) < 2 for path, _, _ in _frames(error))
 
 
 def _frames(error: BaseException) -> list[_Frame]:
     """Frames of its traceback, outermost first, from the trainer's first frame on."""
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
-              for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames: list[_Frame] = [(frame.f_code.co_filename, line, frame.f_code.co_name)
+                            for frame, line in traceback.walk_tb(error.__traceback__)]
     begin = next((i for i, f in enumerate(frames) if f[0].startswith(TRAINER_FOLDER)), 0)
     return frames[begin:]
 
@@ -256,8 +242,3 @@ def _where(frames: list[_Frame]) -> str | None:
     nearest = min(foreignness(path) for path, _, _ in frames)
     path, line, function = next(f for f in reversed(frames) if foreignness(f[0]) == nearest)
     return f"{display_path(path)}:{line} in {function}"
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MOST_CHARS else line[:MOST_CHARS] + " …"

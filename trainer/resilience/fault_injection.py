@@ -28,8 +28,6 @@ PHASES = (
 """Progress marks at which a fault can be injected."""
 
 STEPPING = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP_END)
-"""Marks of each step, which count from 1."""
-WITH_EPOCH = (*STEPPING, Phase.EVALUATE)
 NUMBERS = {"rank": int, "step": int, "epoch": int, "attempt": int, "seconds": float}
 
 
@@ -51,17 +49,12 @@ class Fault:
     always: bool = False
     seconds: float = 1.0
 
-    def fits(self, *, rank: int, step: int, epoch: int, phase: str, attempt: int) -> bool:
-        """Whether the fault fires at this mark."""
-        return (phase == self.phase and rank == self.rank and self.step in (None, step)
-                and self.epoch in (None, epoch) and self.attempt in (None, attempt))
-
 
 def parse_fault(text: str) -> Fault:
-    """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`. A
-    `ConfigError` names the part that is wrong."""
+    """Parse `KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`."""
     kind, *rest = text.split(":")
     _check_name(text, "fault", kind, KINDS)
+    numbers = [name for name in NUMBERS if kind == "slow" or name != "seconds"]
     fields: dict[str, Any] = {}
     for part in rest:
         name, _, value = part.partition("=")
@@ -70,26 +63,19 @@ def parse_fault(text: str) -> Fault:
         elif name == "phase":
             _check_name(text, "phase", value, PHASES)
             fields["phase"] = value
-        elif name in NUMBERS:
+        elif name in numbers:
             try:
                 fields[name] = NUMBERS[name](value)
             except ValueError:
-                raise ConfigError(f"--inject {text}: {name}={value} is not a number.") from None
+                fields[name] = -1
             if not fields[name] >= 0:
-                raise ConfigError(f"--inject {text}: {name}={value} is below 0.")
+                raise ConfigError(f"--inject {text}: {name}={value} is not a number from 0 on.")
         else:
-            _check_name(text, "part", part, (*NUMBERS, "phase", "always"))
-    fault, wrong = Fault(text=text, kind=kind, **fields), ""
-    if "seconds" in fields and kind != "slow":
-        wrong = f"{kind} takes no duration; only slow has seconds="
-    elif fault.step == 0 and fault.phase in STEPPING:
-        wrong = f"steps count from 1, and step 0 has no phase {fault.phase!r}"
-    elif fault.epoch is not None and fault.phase not in WITH_EPOCH:
-        wrong = f"phase {fault.phase!r} belongs to no epoch; leave epoch= out, or name a step"
-    elif fault.kind == "nan" and fault.phase == "start":
-        wrong = "there is no loss yet that could be a NaN; use phase=forward"
-    if wrong:
-        raise ConfigError(f"--inject {text}: {wrong}.")
+            _check_name(text, "part", part, (*numbers, "phase", "always"))
+    fault = Fault(text=text, kind=kind, **fields)
+    if fault.step == 0 and fault.phase in STEPPING:
+        raise ConfigError(f"--inject {text}: steps count from 1, and step 0 has no phase "
+                          f"{fault.phase!r}.")
     return fault
 
 
@@ -105,14 +91,14 @@ def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int
     """Raise `ConfigError` for a fault that this run of `total` steps never reaches: it would test
     nothing. `ranks` is None if their number may change."""
     for fault in faults:
-        why = ""
         if ranks is not None and fault.rank >= ranks:
             why = f"there is no rank {fault.rank}; the last one is {ranks - 1}"
         elif fault.step is not None and fault.step > total:
             why = f"the run ends with step {total}"
-        if why:
-            raise ConfigError(f"--inject {fault.text}: {why}, so the fault would never fire; "
-                              "name a place that the run reaches.")
+        else:
+            continue
+        raise ConfigError(f"--inject {fault.text}: {why}, so the fault would never fire; "
+                          "name a place that the run reaches.")
 
 
 class FaultInjector:
@@ -126,18 +112,20 @@ class FaultInjector:
         actions: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
         self._actions = actions or {}
-        self._faults = [fault for number, fault in enumerate(faults) if fault.rank == rank and (
-            marks is None or not _mark(marks, number, fault).exists())]
-        self._numbers = {id(fault): number for number, fault in enumerate(faults)}
-        self._rank, self._attempt, self._marks, self._log = rank, attempt, marks, log
+        # By the name of its mark, which starts with its number: two faults may be equal.
+        named = {f"{number}-{fault.text.replace('/', '_')}": fault
+                 for number, fault in enumerate(faults) if fault.rank == rank}
+        self._faults = {name: fault for name, fault in named.items()
+                        if marks is None or not (marks / name).exists()}
+        self._attempt, self._marks, self._log = attempt, marks, log
         self._lock = threading.Lock()
 
     def __call__(self, point: Phase, step: int, epoch: int = 0) -> None:
         """Fail if a fault is armed for this mark."""
-        for fault in list(self._faults):
-            if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=point,
-                          attempt=self._attempt):
-                self._fire(fault, point, step)
+        for name, fault in list(self._faults.items()):
+            if (fault.phase == point and fault.step in (None, step)
+                    and fault.epoch in (None, epoch) and fault.attempt in (None, self._attempt)):
+                self._fire(name, fault, point, step)
 
     def __bool__(self) -> bool:
         """Whether any fault is left that may fire."""
@@ -145,17 +133,16 @@ class FaultInjector:
 
     def unfired(self) -> list[str]:
         """Faults of this rank that have not fired, except those marked `always`."""
-        return [fault.text for fault in self._faults if not fault.always]
+        return [fault.text for fault in self._faults.values() if not fault.always]
 
-    def _fire(self, fault: Fault, phase: str, step: int) -> None:
+    def _fire(self, name: str, fault: Fault, phase: str, step: int) -> None:
         with self._lock:
             if not fault.always:
-                if fault not in self._faults:
+                if self._faults.pop(name, None) is None:
                     return
-                self._faults.remove(fault)
                 if self._marks is not None:
                     make_folder(self._marks)
-                    write_file(_mark(self._marks, self._numbers[id(fault)], fault), ())
+                    write_file(self._marks / name, ())
                     fsync_folder(self._marks)
         if self._log is not None:
             self._log.event("fault", fault=fault.text, at_step=step, at_phase=phase)
@@ -181,7 +168,3 @@ class FaultInjector:
 def no_space(path: object = "") -> OSError:
     """The error of a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def _mark(folder: Path, number: int, fault: Fault) -> Path:
-    return folder / f"{number}-{fault.text.replace('/', '_')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.resilience.processes import Activity
@@ -15,13 +15,8 @@ from trainer.telemetry.status import PREPARING, Phase
 RECENT_STEPS = 64
 LEAST_S = 30.0  # shortest learnt limit inside steps; a shorter one has to be set by the flag
 TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pause inside steps
-START_S = 300.0
-"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
-network, a download or a licence."""
-
-BUSY_S, BUSY_TIMES = 600.0, 10.0
-"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
-
+START_S = 300.0  # inactivity allowed at the start: user code may wait for a network or a licence
+BUSY_S, BUSY_TIMES = 600.0, 10.0  # computing without a mark in a step: seconds, times the limit
 LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
 _BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
@@ -37,14 +32,13 @@ class Pace:
 
     @property
     def limit_s(self) -> float:
-        """The limit now, in seconds."""
         if self._fixed_s is not None:
             return self._fixed_s
         return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
-        """Record the place of the main thread; return the limit. Pauses shorter than the interval
-        between two calls are missed, which the shortest limit allows for."""
+        """Record the place of the main thread; return the limit. Pauses between two calls are
+        missed, which the shortest limit allows for."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
@@ -58,40 +52,33 @@ class Pace:
 
 
 class QuietTime:
-    """For how long this process, or one thread of it, has been inactive."""
+    """For how long this process, or the checkpoint writer's thread, has been inactive."""
 
-    def __init__(self, find_thread: Callable[[], int | None] = lambda: None) -> None:
-        self._find_thread = find_thread
+    def __init__(self, *, of_writer: bool = False) -> None:
+        self._of_writer = of_writer
         self._activity: Activity | None = None
 
     def measure(self, idle_s: float, limit_s: float) -> float:
-        """Seconds without activity, of `idle_s` seconds without a mark. Activity counts only from a
-        quarter of the limit on."""
+        """Seconds without activity, of `idle_s` without a mark; looks from `limit_s / 4` on."""
         if idle_s <= limit_s / 4:
             self._activity = None
             return idle_s
         if self._activity is None:
-            self._activity = Activity(os.getpid(), thread=self._find_thread())
+            writer = next((t.native_id for t in threading.enumerate()
+                           if t.name.startswith("checkpoint-writer")), None)
+            self._activity = Activity(os.getpid(), thread=writer if self._of_writer else None)
         return min(idle_s, self._activity.quiet_s())
-
-
-def find_writer() -> int | None:
-    """Thread id, in the operating system, of the checkpoint writer."""
-    return next((t.native_id for t in threading.enumerate()
-                 if t.name.startswith("checkpoint-writer")), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """Time limits of a phase, in seconds; a longer pause counts as a hang."""
 
-    quiet_s: float
-    """Limit without a mark and without activity: no processor time, no bytes read or written."""
-    idle_s: float  # limit without a mark, even with activity
+    quiet_s: float  # without a mark, processor time, and bytes read or written
+    idle_s: float  # without a mark, even with activity
     flag: str = ""  # the flag that sets this time, with its current value
 
     def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
-        """Whether there was no mark for `idle_s`, or nothing at all for `quiet_s`, too long."""
         return quiet_s > self.quiet_s or idle_s > self.idle_s
 
 
@@ -99,7 +86,7 @@ def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
     """Time limits of a rank's main thread in a stage and after its last mark, or of the checkpoint
-    writer (in `Phase.SAVE`), from the limit inside steps and the one of the start (None: long)."""
+    writer (in `Phase.SAVE`). `limit_s` holds inside steps, `start_s` at the start."""
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
@@ -127,10 +114,10 @@ class RankReport:
     phase: str
     step: int
     idle_s: float  # seconds since its last progress mark
-    waits: bool  # whether it waits for other ranks, in a collective
-    over: bool  # whether it exceeds a time limit of its phase
+    waits: bool  # for other ranks, in a collective
+    over: bool  # it exceeds a time limit of its phase
     saving: str = ""  # position of its checkpoint writer; empty if the writer is idle
-    dumped: bool = False  # whether it has written its stacks
+    dumped: bool = False  # it has written its stacks
     flag: str = ""  # the flag that sets that limit, with its value
 
 

@@ -24,9 +24,7 @@ from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import say
 
-LATE_S = 5.0
-"""Seconds before the launcher would kill it, at which a rank without peers leaves anyway."""
-
+LATE_S = 5.0  # a rank without peers leaves this long before the launcher would kill it
 DUMP_S = 5.0  # time limit of writing stacks, in seconds: the disk may be what hangs
 
 
@@ -38,8 +36,7 @@ class Alarm:
         tick_s: float,
     ) -> None:
         self.beats: Heartbeats | None = None  # None in a world of one rank
-        self.rescue: Callable[[], bool] = lambda: False
-        """Saves the last boundary in place of the main thread; returns whether it could."""
+        self.rescue: Callable[[], bool] = lambda: False  # see `Watchdog.rescue_with`
         self.stopped = False  # the main thread leaves by itself
         self.at_s = math.inf  # time of the alarm; inf before
         self._given_up = self._dumped = False
@@ -57,24 +54,22 @@ class Alarm:
         self.rescue = rescue
 
     def stop(self) -> None:
-        """Call it when the main thread leaves by itself. Blocks while the watchdog's thread leaves
-        in its place."""
+        """See `Watchdog.stop`."""
         with self._leaving:
             self.stopped = True
         if self.beats is not None:
             self.beats.stop()
 
     def lasts(self, now: float) -> bool:
-        """Whether to keep waiting for an alarm or for its effect."""
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
 
     def sound(self, hang: HangReport, own: RankReport, limit_s: float) -> None:
         """Raise the alarm, unless another rank was first."""
-        rank, why = self._world.rank, hang.why
-        causes = self._dump(own)
+        rank, why, causes = self._world.rank, hang.why, self._dump(own)
         if rank in hang.culprits:
             why = "; ".join([why, *causes])
-        if not hang.run and all(map(self._is_stopped, hang.culprits)):
+        local = [self._local(culprit) for culprit in hang.culprits]
+        if not hang.run and all(who and processes.is_stopped(who.pid) for who in local):
             why = "is stopped"
         places = {str(culprit): own if culprit == rank else self._place_of(culprit)
                   for culprit in hang.culprits}
@@ -87,13 +82,8 @@ class Alarm:
         self.follow(alarm, own)
 
     def _local(self, culprit: int) -> ProcessIdentity | None:
-        """The process of a rank if it is on this host."""
         who = None if self.beats is None else self.beats.identities.get(culprit)
         return who if who is not None and who.host == self._identity.host else None
-
-    def _is_stopped(self, culprit: int) -> bool:
-        who = self._local(culprit)
-        return who is not None and processes.is_stopped(who.pid)
 
     def _place_of(self, culprit: int) -> RankReport:
         """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
@@ -101,8 +91,7 @@ class Alarm:
         last = self.beats.peers()[culprit].report
         last = last or RankReport(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
         who = self._local(culprit)
-        places = None if who is None else read_marks(who.pid)
-        if places is None:
+        if who is None or (places := read_marks(who.pid)) is None:
             return last
         main, writer = places
         idle_s = round(time.monotonic() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
@@ -112,14 +101,12 @@ class Alarm:
         return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s, saving=saving)
 
     def _report(self, alarm: dict[str, Any]) -> None:
-        where = "stderr" if self._log.folder is None else display_path(
-            self._log.folder / stack_dumps.FOLDER)
-        why, limit_s = alarm["why"], alarm["limit_s"]
-        close = f"; the stacks of all ranks are in {where}"
+        folder, why, limit_s = self._log.folder, alarm["why"], alarm["limit_s"]
+        where = "stderr" if folder is None else display_path(folder / stack_dumps.FOLDER)
         usual = f"--watchdog.limit-s {limit_s:g}"
+        close = f"; the stacks of all ranks are in {where}"
         for culprit, place in alarm["culprits"].items():
-            phase, step, saving, idle_s = (
-                place[key] for key in ("phase", "step", "saving", "idle_s"))
+            phase, step, saving, idle_s = map(place.get, ("phase", "step", "saving", "idle_s"))
             self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
                        failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
             self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"
@@ -152,26 +139,23 @@ class Alarm:
 
     def _await_stacks(self, others: set[int]) -> None:
         """Wait for a short time until the other ranks have written their stacks."""
-        beats = self.beats
-        if beats is None:
+        if (beats := self.beats) is None:
             return
         beats.update(dataclasses.replace(beats.report, dumped=True), listening=True)
         deadline_s = time.monotonic() + 3 * self._tick_s + 1
         while time.monotonic() < deadline_s and not self.stopped:
             peers = beats.peers()
-            reports = [peers[other].report for other in others]
-            if all(report is not None and report.dumped for report in reports):
+            if all((report := peers[other].report) and report.dumped for other in others):
                 return
             time.sleep(0.02)
 
     def _end(self, culprit: int, others: set[int]) -> bool:
         """Kill a stopped culprit if this is the lowest of the other ranks on its host. Returns
         whether there is such a rank."""
-        rank = self._world.rank
         assert self.beats is not None
+        rank = self._world.rank
         known = {**self.beats.identities, rank: self._identity}
-        who = known.get(culprit)
-        if who is None:
+        if (who := known.get(culprit)) is None:
             return False
         on_host = [other for other in others if other in known and known[other].host == who.host]
         if rank == min(on_host, default=None) and who.started is not None:
@@ -182,9 +166,6 @@ class Alarm:
 
     def _dump(self, own: RankReport) -> list[str]:
         """Write the stacks of this rank, once; return the problems of its loader workers."""
-        if self._dumped:
-            return []
-        self._dumped = True
         causes: list[str] = []
 
         def dump() -> None:
@@ -197,7 +178,9 @@ class Alarm:
             if text:
                 self._write(self._world.rank, text)
 
-        _run_for(DUMP_S, dump)
+        if not self._dumped:
+            self._dumped = True
+            _run_for(DUMP_S, dump)
         return list(causes)
 
     def _write(self, rank: int, text: str) -> None:
@@ -221,16 +204,14 @@ class Alarm:
                 self._exit()
 
     def _rescue(self) -> bool:
-        """Save in place of the main thread, within the launcher's grace time; returns whether it
-        could be tried."""
+        """Save in place of the main thread, within the grace time; whether that could be tried."""
         tried: list[bool] = []
 
         def rescue() -> None:
             try:
                 tried.append(self.rescue())
             except Exception:
-                self._log.warning("the last boundary could not be "
-                                  f"saved:\n{traceback.format_exc()}")
+                self._log.warning(f"the last boundary wasn't saved:\n{traceback.format_exc()}")
                 tried.append(True)
 
         _run_for(self.late_s, rescue)

@@ -17,8 +17,6 @@ from trainer.telemetry.step_timing import StepTiming
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """The process behind a rank."""
-
     pid: int
     started: int | None
     host: str
@@ -35,12 +33,9 @@ class Heartbeats:
     ) -> None:
         self.report = report
         self.listening = False
-        self.alarm: dict[str, Any] | None = None
-        """Raised by the first rank that found a hang; None before."""
-        self.identities: dict[int, ProcessIdentity] = {}
-        """Processes of the other ranks, as far as they are known."""
-        self.times: StepTiming | None = None
-        """Step times, which rank 0 collects, one tick late; no rank waits for it."""
+        self.alarm: dict[str, Any] | None = None  # of the first rank that found a hang
+        self.identities: dict[int, ProcessIdentity] = {}  # of the other ranks, as far as known
+        self.times: StepTiming | None = None  # collected by rank 0, one tick late, without waiting
         self._store, self._rank, self._tick_s = store, rank, tick_s
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
@@ -55,7 +50,6 @@ class Heartbeats:
         self._thread.start()
 
     def peers(self) -> dict[int, Peer]:
-        """State of the other ranks, from the reports received so far."""
         now = time.monotonic()
         seen = {peer: self._seen.get(peer, (0, now, None)) for peer in self._peers}
         return {peer: Peer(report=report, silent_s=now - since_s)
@@ -87,19 +81,16 @@ class Heartbeats:
         return max(0.0, time.monotonic() - self._round_s - self._tick_s)
 
     def raise_alarm(self, alarm: dict[str, Any], timeout_s: float) -> bool:
-        """Raise an alarm on all ranks; returns whether this rank was first, or the store does not
-        answer. If another rank was first, `self.alarm` is its alarm."""
+        """Raise an alarm on all ranks. False: another rank was first, and `self.alarm` is its."""
         self._own_alarm = alarm
         self._wake.set()
         deadline_s = time.monotonic() + timeout_s
         while self.alarm is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        if self.alarm is None:
-            self.alarm = alarm
+        self.alarm = self.alarm or alarm  # the store may not answer
         return bool(self.alarm == alarm)
 
     def stop(self) -> None:
-        """Stop the heartbeats."""
         self._stopped = True
         self._wake.set()
 
@@ -123,8 +114,8 @@ class Heartbeats:
                 who = json.loads(self._store.get(f"who/{peer}"))
                 self.identities[peer] = ProcessIdentity(**who)
         if self._own_alarm is not None and self.alarm is None:
-            own = json.dumps(self._own_alarm)
-            self.alarm = json.loads(self._store.compare_set("alarm", "", own))
+            first = self._store.compare_set("alarm", "", json.dumps(self._own_alarm))
+            self.alarm = json.loads(first)
         elif self.alarm is None and self._store.check(["alarm"]):
             self.alarm = json.loads(self._store.get("alarm"))
         if self.times is not None:
@@ -132,10 +123,15 @@ class Heartbeats:
                 self._gather(self.times)
             except (OSError, TypeError, ValueError):  # the console is closed
                 self.times = None  # the record of times ends, not the heartbeat
-        if self.listening:
-            self._listen()
-        else:
+        if not self.listening:
             self._seen = {}
+            return
+        for peer in self._peers:
+            last, _, _ = self._seen.setdefault(peer, (0, time.monotonic(), None))
+            if self._store.check([f"beat/{peer}"]):
+                fields = json.loads(self._store.get(f"beat/{peer}"))
+                if (tick := fields.pop("tick")) != last:
+                    self._seen[peer] = (tick, time.monotonic(), RankReport(**fields))
 
     def _gather(self, times: StepTiming) -> None:
         keys = [f"times/{peer}" for peer in self._peers]
@@ -144,16 +140,6 @@ class Heartbeats:
         elif times.due and self._store.check(keys):
             times.collect([times.message(), *map(json.loads, self._store.multi_get(keys))])
 
-    def _listen(self) -> None:
-        for peer in self._peers:
-            last, _, _ = self._seen.setdefault(peer, (0, time.monotonic(), None))
-            if self._store.check([f"beat/{peer}"]):
-                fields = json.loads(self._store.get(f"beat/{peer}"))
-                tick = fields.pop("tick")
-                if tick != last:
-                    self._seen[peer] = (tick, time.monotonic(), RankReport(**fields))
-
 
 def own_identity(pid: int) -> ProcessIdentity:
-    """Identity of a process on this host."""
     return ProcessIdentity(pid=pid, started=processes.start_time(pid), host=processes.host())

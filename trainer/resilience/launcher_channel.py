@@ -22,19 +22,16 @@ if TYPE_CHECKING:  # a rank imports this before torch
 
 
 class Orders:
-    """Reads the launcher's orders in a separate thread.
-
-    `lost`: this rank may wait for a rank that is gone; close all connections, so that every wait
-    fails as after a peer's death. `stale`: the same, and save nothing. `absent`: a rank has ended
-    before all have joined, which the ranks that still wait cannot detect.
-    """
+    """Reads the launcher's orders in a separate thread. `lost`: this rank may wait for a rank that
+    is gone; close all connections, so that every wait fails. `stale`: the same, and save nothing.
+    `absent`: a rank has ended before all have joined, which waiting ranks cannot detect."""
 
     def __init__(self) -> None:
         self._world: World | None = None
 
     def attach(self, world: World) -> None:
-        """Apply orders to this world from now on. Before, an order ends the process: there is
-        nothing to save, and it may wait for a rank that never joins."""
+        """Apply orders to this world from now on. Before, an order ends the process: it may wait
+        for a rank that never joins, and has nothing to save."""
         self._world = world
 
     def follow(self, channel_fd: int) -> int:
@@ -45,9 +42,10 @@ class Orders:
         return gone
 
     def _listen(self, channel_fd: int, signal_end: int) -> None:
-        while words := _read(channel_fd):
-            for word in words.split():
-                self._obey(word)
+        with contextlib.suppress(ConnectionError):
+            while words := os.read(channel_fd, 4096).decode():
+                for word in words.split():
+                    self._obey(word)
         os.write(signal_end, b"!")  # closing it has no effect: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
@@ -61,13 +59,6 @@ class Orders:
             self._world.abandon()
 
 
-def _read(channel_fd: int) -> str:
-    try:
-        return os.read(channel_fd, 4096).decode()
-    except ConnectionError:
-        return ""
-
-
 SIGNALLED_TIMEOUT_S = 0.5
 TORCH_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
@@ -76,24 +67,23 @@ def leave_launcher(
     exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = "",
     timeout_s: float = 5.0,
 ) -> None:
-    """Return when this rank may exit with `exit_code` without being restarted by torchrun.
+    """Wait until this rank may exit with `exit_code` without being restarted by torchrun.
 
     torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
     sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
     passed. If local rank 0 has sent nothing by then, the others do, and wait another second. After
-    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run, or
-    follows a death or a change of nodes.
-
-    Args:
-        count_signals: returns how many signals torchrun has sent this rank so far.
-        last_words: why the run has ended; printed again below torchrun's traceback.
+    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run.
+    `count_signals` returns how many signals torchrun has sent this rank so far; `last_words`, why
+    the run has ended, are printed again below torchrun's traceback.
     """
     agent, before = os.getppid(), count_signals()
     if exit_code not in FINAL_EXIT_CODES:
         return
     tell("returned", exit_code)  # so `python -m launch` knows that the code is the trainer's
-    if not _restarts_us(agent, launch):
+    # The command line tells: environment variables are inherited, and SIGTERM to a shell is worse.
+    if launch.run_id is None or launch.knows_exit_codes or (
+            processes.program(agent) not in TORCH_AGENTS):
         return
 
     def signalled() -> bool:
@@ -126,9 +116,9 @@ def tell(word: str, value: Any) -> None:
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file, which it shows when it gives up. torchrun shows
-    the failure with the earliest second as the root cause, and dates the death of a killed rank by
-    when it noticed it. So a secondary failure gets a somewhat later time."""
+    """Write the failure into torchrun's error file. torchrun shows the one with the earliest second
+    as the root cause, and dates the death of a killed rank by when it noticed it. So a secondary
+    failure gets a somewhat later time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -157,14 +147,6 @@ def _say_after(agent: int, text: str) -> None:
     subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
                      stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(descriptor)
-
-
-def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
-    """Whether the parent is torch's elastic agent and ignores our exit codes. Its command line is
-    checked too, since environment variables are inherited: SIGTERM to a shell would be worse."""
-    if launch.run_id is None or launch.knows_exit_codes:
-        return False
-    return processes.program(parent) in TORCH_AGENTS
 
 
 def _terminate(agent: int) -> None:

@@ -8,18 +8,15 @@ import resource
 
 from trainer.errors import ConfigError
 
-LONGEST_S = 1e9
-"""Upper limit of times in seconds (thirty years): clocks count in 64-bit nanoseconds."""
-
+LONGEST_S = 1e9  # upper limit of times (thirty years): clocks count in 64-bit nanoseconds
 FILES, FILES_A_RANK = 48, 8
 """Open files that a process needs, and further ones for each rank (sockets, pipes, pidfds).
 Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or draws."""
 
 
 def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
-    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host.
-    For those `elsewhere`, it is raised as far as the system allows. Raises `ConfigError` if the
-    system allows too few files, so that the process would fail later."""
+    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host,
+    or else raise `ConfigError`; for those `elsewhere`, as far as the system allows."""
     needed = FILES + FILES_A_RANK * num_ranks
     wanted = needed + FILES_A_RANK * elsewhere
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,8 +31,8 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
 
 
 def check_current_folder() -> None:
-    """Raise `ConfigError` if the current folder has been deleted, or can't be read. Call this
-    before importing torch, whose libraries would abort the process."""
+    """Raise `ConfigError` if the current folder has been deleted. Call this before importing torch,
+    whose libraries would abort the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -47,8 +44,7 @@ def check_cache_folder() -> None:
     """Raise `ConfigError` if the user's TORCHINDUCTOR_CACHE_DIR can't be created or written. Call
     this before torch compiles or creates an optimizer: both create this folder."""
     name = "TORCHINDUCTOR_CACHE_DIR"
-    place = os.environ.get(name)
-    if place is None:
+    if (place := os.environ.get(name)) is None:
         return
     try:
         os.makedirs(place, exist_ok=True)

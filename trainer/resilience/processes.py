@@ -27,26 +27,17 @@ def separate_reads() -> None:
     moves the others, which then read wrong bytes without an error. Files open for writing are not
     changed: there the shared position keeps processes from overwriting each other.
     """
-    for entry in os.listdir("/proc/self/fd"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
-            _reopen(int(entry))
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if flags & os.O_ACCMODE == os.O_RDONLY and stat.S_ISREG(os.fstat(fd).st_mode):
+                with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as reopened:
+                    reopened.seek(os.lseek(fd, 0, os.SEEK_CUR))
+                    os.dup2(reopened.fileno(), fd, inheritable=os.get_inheritable(fd))
 
 
-def _reopen(fd: int) -> None:
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & os.O_ACCMODE != os.O_RDONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
-        return
-    place = os.lseek(fd, 0, os.SEEK_CUR)
-    reopened = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-    try:
-        os.lseek(reopened, place, os.SEEK_SET)
-        os.dup2(reopened, fd, inheritable=os.get_inheritable(fd))
-    finally:
-        os.close(reopened)
-
-
-BUSY = 0.1  # share of a core above which a process counts as active
-BUSY_BYTES = 1 << 16  # bytes read and written between two looks above which it counts as active
+BUSY, BUSY_BYTES = 0.1, 1 << 16
+"""A process counts as active if it uses this share of a core, or reads and writes so many bytes."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -57,29 +48,26 @@ def host() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Start time, to distinguish a process from a later one with its pid; None if it has ended."""
+    """Start time, which distinguishes it from a later process with its pid; None: it has ended."""
     fields = _stat(f"/proc/{pid}")
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def state(pid: int) -> str:
     """R runs, S sleeps, D waits for a disk, T is stopped, …; X if there is no such process."""
-    fields = _stat(f"/proc/{pid}")
-    return "X" if fields is None else fields[0]
+    return _stat(f"/proc/{pid}")[0]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; false also for one whose parent has not reaped it."""
+    """Whether a process has not ended (also not as a zombie)."""
     return state(pid) not in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
     return state(pid) in "Tt"
 
 
 def name(pid: int) -> str:
-    """Name of a process, as `ps` shows it."""
     return _read(f"/proc/{pid}/comm").decode(errors="replace").strip()
 
 
@@ -90,7 +78,6 @@ def set_name(name: str) -> None:
 
 
 def command_line(pid: int) -> list[str]:
-    """Command line of a process; [] if there is no such process."""
     return os.fsdecode(_read(f"/proc/{pid}/cmdline")).split("\0")[:-1]
 
 
@@ -110,13 +97,11 @@ def program(pid: int) -> str:
 
 
 def parent(pid: int) -> int:
-    """Pid of the parent; 0 without a parent or without such a process."""
-    fields = _stat(f"/proc/{pid}")
-    return 0 if fields is None else int(fields[1])
+    """Pid of the parent; 0: there is none."""
+    return int(_stat(f"/proc/{pid}")[1])
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the living children of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -127,8 +112,7 @@ def children(pid: int) -> list[int]:
 def describe_process(pid: int) -> str:
     """State of a process as /proc shows it, for one that cannot report itself."""
     paths = [f"/proc/{pid}/{entry}" for entry in ("status", "wchan", "syscall", "stack")]
-    return "\n".join(f"{path}:\n{_read(path).decode(errors='replace').strip()}\n"
-                     for path in paths)
+    return "\n".join(f"{path}:\n{_read(path).decode(errors='replace').strip()}\n" for path in paths)
 
 
 def read_memory(pid: int, name: str) -> bytes | None:
@@ -183,29 +167,27 @@ class Activity:
     def _used(self) -> tuple[float, int, bool]:
         """(processor time in seconds, bytes read and written, whether it waits for a disk)."""
         if self._thread is not None:
-            return _used(f"/proc/{self._pid}/task/{self._thread}", with_dead=False)
-        pids = [self._pid]
-        for pid in pids:
-            pids += children(pid)  # which the loop then visits too
-        found = [_used(f"/proc/{pid}", with_dead=True) for pid in pids]
-        return (sum(cpu_s for cpu_s, _, _ in found), sum(count for _, count, _ in found),
-                any(blocked for _, _, blocked in found))
+            places, times = [f"/proc/{self._pid}/task/{self._thread}"], slice(11, 13)
+        else:
+            pids = [self._pid]
+            for pid in pids:
+                pids += children(pid)  # which the loop then visits too
+            places, times = [f"/proc/{pid}" for pid in pids], slice(11, 15)
+        ticks, count, blocked = 0, 0, False
+        for place in places:
+            fields = _stat(place)
+            ticks += sum(map(int, fields[times]))  # utime, stime; of children that have ended, too
+            blocked |= fields[0] == "D"
+            for line in _read(f"{place}/io").splitlines():
+                key, value = line.split(b": ")
+                count += int(value) if key in (b"rchar", b"wchar", b"read_bytes") else 0
+        return ticks / _TICKS, count, blocked
 
 
-def _used(place: str, *, with_dead: bool) -> tuple[float, int, bool]:
-    fields = _stat(place)
-    if fields is None:
-        return 0.0, 0, False
-    # utime and stime, plus those of children that have ended.
-    ticks = sum(map(int, fields[11:15] if with_dead else fields[11:13]))
-    lines = [line.split(b": ") for line in _read(f"{place}/io").splitlines()]
-    count = sum(int(value) for key, value in lines if key in (b"rchar", b"wchar", b"read_bytes"))
-    return ticks / _TICKS, count, fields[0] == "D"
-
-
-def _stat(place: str) -> list[str] | None:
-    """Fields of a stat file from the state on; None: no such process."""
-    return _read(f"{place}/stat").decode(errors="replace").rpartition(")")[2].split() or None
+def _stat(place: str) -> list[str]:
+    """Fields of a stat file, from the state on; ["X", "0"]: there is no such process."""
+    fields = _read(f"{place}/stat").decode(errors="replace").rpartition(")")[2].split()
+    return fields or ["X", "0"]
 
 
 def _read(path: str) -> bytes:

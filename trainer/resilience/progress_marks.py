@@ -1,8 +1,5 @@
-"""Progress marks: the points of a run that a rank passes, for the watchdog and other ranks.
-
-The last mark of each thread is in shared memory, where another process can read it even while this
-one is stopped. Subscribers (fault injection, a profiler's clock) are called at each mark.
-"""
+"""Progress marks: the points of a run that a rank passes. The last one of each thread is in shared
+memory, where another process can read it even while this one is stopped."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ POINTS = (
 it: the step times the number of marks, plus the mark's number."""
 
 _NUMBERS = {point: number for number, point in enumerate(POINTS)}
-_COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)
-"""Number of marks, and the first number that belongs to the checkpoint writer."""
+_COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)  # from there on of the writer
 _MAIN, _WRITER, _BYTES = 0, 2, 32
 """Offsets of the places in words of 8 bytes (one for mark and step, one for the time); size."""
 
@@ -68,7 +64,7 @@ class ProgressMarks:
         self._subscribers.append(subscriber)
 
     def mark(self, point: Phase, step: int | None = None, epoch: int = 0) -> None:
-        """Record that the calling thread passes a mark (without a step: that of the previous mark).
+        """Record that the calling thread passes a mark (default: of the step of the previous one).
         Raises RuntimeError if a peer is gone and the main thread may leave here."""
         number = _NUMBERS[point]
         if number >= _SAVING:
@@ -81,12 +77,11 @@ class ProgressMarks:
             if self._peer_lost and point in LEAVING:
                 raise RuntimeError(
                     f"connection closed by peer, seen at {point} of step {self._step}")
-        if self._subscribers:
-            for subscriber in self._subscribers:
-                subscriber(point, self._step if step is None else step, epoch)
+        for subscriber in self._subscribers:
+            subscriber(point, self._step if step is None else step, epoch)
 
     def rehearse(self, point: Phase, step: int, epoch: int = 0) -> None:
-        """Record a step's mark in the warm-up, as a warm-up mark; does not call subscribers."""
+        """Record a step's mark in the warm-up, as a warm-up mark, for no subscriber."""
         self._step = step
         self._pass(point, _NUMBERS[Phase.WARM_UP])
 
@@ -97,7 +92,6 @@ class ProgressMarks:
         self._status.reach(point)
 
     def writer_is_idle(self) -> None:
-        """Record that the checkpoint writer is idle."""
         self._words[_WRITER] = 0
 
     def report_lost_peer(self) -> None:
@@ -106,12 +100,10 @@ class ProgressMarks:
 
     @property
     def main(self) -> Place:
-        """Last mark of the main thread."""
         return _place(self._memory, _MAIN)
 
     @property
     def writer(self) -> Place:
-        """Last mark of the checkpoint writer."""
         return _place(self._memory, _WRITER)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -42,8 +43,7 @@ def worker_stacks() -> tuple[str, list[str]]:
 
     dumps, reasons = [], []
     for pid in processes.children(os.getpid()):
-        name = processes.name(pid)
-        if not name.startswith(WORKER):
+        if not (name := processes.name(pid)).startswith(WORKER):
             continue
         if processes.is_stopped(pid):
             reasons.append(f"its {name} (pid {pid}) is stopped")
@@ -69,13 +69,10 @@ def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
 
 def _ask(pid: int) -> str:
     """Stacks of a worker; empty if it does not answer."""
-    before = processes.read_memory(pid, DUMPS)
-    if before is None:
+    if (before := processes.read_memory(pid, DUMPS)) is None:
         return ""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
-    except ProcessLookupError:
-        return ""
     deadline_s, text = time.monotonic() + WORKER_S, before
     while time.monotonic() < deadline_s:
         time.sleep(0.02)

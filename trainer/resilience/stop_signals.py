@@ -25,15 +25,14 @@ ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is go
 
 class StopSignals:
     """A flag that signals set: any number is one request, but a second SIGINT exits at once. A
-    thread handles it, so that the request counts from the signal on, also while the main thread
-    runs C code: the thread ends the process if nothing has to be saved, or when the time is up."""
+    thread handles it, also while the main thread runs C code: it ends the process if nothing has to
+    be saved, or when the time is up."""
 
     def __init__(self) -> None:
         self.requested = False
         self.reason = ""
         self.since_s = 0.0
-        self.senders: Counter[int] = Counter()
-        """After `shield`: number of signals by sending process."""
+        self.senders: Counter[int] = Counter()  # after `shield`: signals by sending process
         self._interrupts = 0
         self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
         self._grace_s = math.inf
@@ -71,33 +70,30 @@ class StopSignals:
 
     def shield(self) -> None:
         """Receive the signals in a thread, which sees who sends them. Main thread only. Processes
-        started from now on (compilers, loader workers) have the signals blocked: they survive a
-        signal to the whole process group."""
+        started from now on have the signals blocked: they survive a signal to the whole group."""
         if self._taker is None and self._before:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
             self._taker.start()
 
     def request(self, reason: str) -> None:
-        """Request a stop at the next step boundary."""
         if not self.requested:
             self.reason, self.since_s = reason, time.monotonic()
             self.requested = True
             self._wake()
 
     def only_from(self, process: int) -> bool:
-        """Whether all signals are known to come from this process."""
         return self.requested and set(self.senders) == {process}
 
     def limit(self, grace_s: float, late: Callable[[], int]) -> None:
-        """End the process if a stop takes longer than `grace_s` seconds from the signal on. `late`
-        is called before, in a thread; it returns the exit code."""
+        """End the process with the exit code that `late` returns, called in a thread, if a stop
+        takes longer than `grace_s` seconds from the signal on."""
         self._grace_s, self._late = grace_s, late
         self._wake()
 
     def leave_when(self, idle: Callable[[], bool], leave: Callable[[], int]) -> None:
-        """End the process as soon as a stop is requested and there is nothing to save (`idle`).
-        `leave` is called before, in a thread; it returns the exit code."""
+        """End the process with the exit code that `leave` returns, called in a thread, as soon as
+        a stop is requested and there is nothing to save (`idle`)."""
         self._idle, self._leave = idle, leave
         self._wake()
 
@@ -114,17 +110,15 @@ class StopSignals:
     def watch(self, descriptor: int, who: str, *, gone: bool = False) -> None:
         """Request a stop when `descriptor` (a pidfd or a pipe) shows that `who` is gone, or at once
         if `gone`; end the process `ORPHAN_LIMIT_S` later, so that no orphan stays."""
-        threading.Thread(target=self._watch, args=(descriptor, who, gone), name="launcher-watch",
-                         daemon=True).start()
 
-    def _watch(self, descriptor: int, who: str, gone: bool) -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        if not gone:
-            poll.poll()
-        self.request(f"{who} is gone")
-        time.sleep(ORPHAN_LIMIT_S)
-        os._exit(1)
+        def wait() -> None:
+            while not gone and not is_readable(descriptor, math.inf):
+                pass
+            self.request(f"{who} is gone")
+            time.sleep(ORPHAN_LIMIT_S)
+            os._exit(1)
+
+        threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
@@ -149,7 +143,7 @@ class StopSignals:
             self.leave_if_idle()
 
     def _read_signals(self) -> bytes:
-        """Numbers of the signals since the last call; exits at the second SIGINT."""
+        """Numbers of the signals since the last call. Exits at the second SIGINT."""
         numbers = drain(self._wake_reader)
         self._interrupts += numbers.count(signal.SIGINT)
         if self._interrupts > 1:
@@ -181,9 +175,8 @@ class StopSignals:
 
 
 def attend() -> StopSignals:
-    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun. Call
-    it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan that
-    does not notice would join the store of the next start."""
+    """Let signals, and under torchrun the end of torchrun, request a stop of this rank. Call it
+    before heavy imports: an orphan that notices nothing would join the store of the next start."""
     stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
@@ -202,8 +195,8 @@ def _is_init() -> bool:
 def handle_stop_signals(
     handler: Callable[[int, FrameType | None], None],
 ) -> dict[signal.Signals, Any]:
-    """Install a handler of the stop signals; returns the handlers that it replaces."""
-    # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
+    """Install a handler of the stop signals; returns the handlers that it replaces. SIGHUP stays
+    ignored under `nohup`, with which a run outlives its terminal."""
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
 
@@ -224,8 +217,8 @@ def drain(descriptor: int) -> bytes:
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Wait until there is something to read, for at most `timeout_s` seconds or 24 days; returns
-    whether there is. `select` takes no descriptors from 1,024 on, `poll` does."""
+    """Wait until there is something to read or the other end is closed, for at most `timeout_s`
+    seconds or 24 days. `poll` takes descriptors from 1,024 on, `select` does not."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))

@@ -1,12 +1,10 @@
 """The watchdog of a rank: after a hang, write stacks, name and end the culprit, save and leave.
 
-Its thread reads the progress marks of the main thread and of the checkpoint writer, reports them
-to the other ranks (`Heartbeats`), decides (`find_hang`) and acts (`Alarm`):
-
-1. The first rank that finds a hang raises the alarm; then each running rank writes its stacks.
-2. A culprit that runs ends itself; a stopped one is killed by another rank of its host.
-3. That breaks the collectives of the others, whose main threads save and leave. If a main
-   thread cannot, because it computes or waits for a kernel that never ends, this thread does.
+Its thread reports the progress marks to the other ranks (`Heartbeats`), decides (`find_hang`) and
+acts (`Alarm`): the first rank that finds a hang raises the alarm, and each running rank writes its
+stacks. A culprit that runs ends itself; a stopped one is killed by another rank of its host. That
+breaks the collectives of the others, whose main threads save and leave. If a main thread cannot,
+because it computes or waits for a kernel that never ends, this thread does.
 """
 
 from __future__ import annotations
@@ -22,17 +20,8 @@ from collections.abc import Callable
 
 from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import World
-from trainer.resilience import processes
-from trainer.resilience.hang_detection import (
-    Pace,
-    Peer,
-    QuietTime,
-    RankReport,
-    find_hang,
-    find_writer,
-    name_place,
-    patience,
-)
+from trainer.resilience import hang_detection, processes
+from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
 from trainer.resilience.hang_response import Alarm
 from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.resilience.progress_marks import Place, ProgressMarks
@@ -48,11 +37,7 @@ LEAVE_S = 1.5  # from a peer's end until this thread saves and leaves in place o
 
 class Watchdog:
     """Watches this rank from `with` to `stop`. The main thread creates it and enters `with`.
-
-    Args:
-        limit_s: limit inside steps; None: learn it.
-        start_s: limit while the rank builds and warms up; None: a long one.
-    """
+    `limit_s` holds inside steps (None: learn it), `start_s` before them (None: long)."""
 
     def __init__(
         self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None
@@ -67,7 +52,7 @@ class Watchdog:
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
         self._main_thread = threading.get_ident()
-        self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(find_writer)
+        self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(of_writer=True)
         self._saving = (-1, 0.0)  # the step of the save in flight, and when it was first seen
         self._others: dict[int, processes.Activity] = {}
 
@@ -103,8 +88,7 @@ class Watchdog:
             self._alarm.beats.gather(times)
 
     def stop(self) -> None:
-        """Call it when the main thread leaves by itself. Blocks while the watchdog saves and leaves
-        in its place."""
+        """The main thread leaves by itself. Blocks while the watchdog leaves in its place."""
         if not self._alarm.stopped:
             self._alarm.stop()
             os.write(self._wake, b"!")
@@ -150,39 +134,36 @@ class Watchdog:
                 self._alarm.leave(late=waited_s > self._alarm.late_s)
 
     def _tick(self, now: float) -> None:
-        own, limit_s = self._look(now), self._pace.limit_s
-        beats, silent_s = self._alarm.beats, 0.0
-        peers: dict[int, Peer] = {}
-        if beats is not None:
+        own, limit_s, silent_s = self._look(now), self._pace.limit_s, 0.0
+        peers: dict[int, hang_detection.Peer] = {}
+        if (beats := self._alarm.beats) is not None:
             beats.update(own, listening=own.waits and own.idle_s > limit_s / 2)
             if beats.alarm is not None:
                 self._alarm.follow(beats.alarm, own)
                 return
             self._listen(beats)
             peers, silent_s = beats.peers(), beats.silent_s
-        hang = find_hang(
+        hang = hang_detection.find_hang(
             self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
-            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
-        )
+            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None)
         if hang is not None:
             self._alarm.sound(hang, own, limit_s)
 
     def _look(self, now: float) -> RankReport:
-        """Report what this rank does."""
         phase, main, whom = self._log.status.phase, self.marks.main, WaitsFor.NOBODY
         limit_s = self._pace.see(main, phase, now)
-        step = self._in_flight()
-        if step is not None and (stuck := self._look_at_writer(step, now, limit_s)) is not None:
+        if (step := self._in_flight()) is not None and (
+                stuck := self._look_at_writer(step, now, limit_s)) is not None:
             return stuck
         idle_s = now - max(main.at_s, self._resumed_s)
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
         if idle_s > limit_s / 4:
-            frame = sys._current_frames().get(self._main_thread)
-            whom = waits_for(self._main_thread, frame)
+            whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
         allowed = patience(phase, main.point, limit_s, self._start_s)
         return RankReport(
-            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1),
-            waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
+            phase=hang_detection.name_place(phase, main.point), step=main.step,
+            idle_s=round(idle_s, 1), flag=allowed.flag,
+            waits=whom is WaitsFor.PEERS and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))
 

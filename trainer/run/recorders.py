@@ -20,11 +20,12 @@ from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import MicroBatchSource, SampledSource
+from trainer.data.loader import MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
+from trainer.data.workers import DataReader
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -77,8 +78,8 @@ def open_source(
         total_steps=setup.intervals.total)
     samples = KeyedSamples(data, seed=config.seed, collate=collate, rank=world.rank,
                            skip=config.data.on_error == "skip", advice=REMEDY)
-    return SampledSource(samples, sampler=sampler, workers=workers,
-                         prefetch=config.data.prefetch, device=world.device)
+    return DataReader(samples, sampler=sampler, workers=workers,
+                      prefetch=config.data.prefetch, device=world.device)
 
 
 def reopen(run: Run, found: CheckpointRef) -> None:

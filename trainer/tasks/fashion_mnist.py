@@ -13,8 +13,10 @@ import functools
 import gzip
 import importlib.resources
 import lzma
+import math
 import os
 import socket
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -38,19 +40,14 @@ SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 _DOWNLOAD_TIMEOUT_S = 20.0
 _REPLACE = "replace it, or remove it so that other folders are searched."
-_REMEDY = ("Set the folder by --task.root or TRAINER_DATA (with the IDX files, or in torchvision's "
-           "layout), install the Debian package dataset-fashion-mnist, or run once with network "
-           "access. The bundled sample needs no download: --task.data sample.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """Training and test images and labels, read-only. Compared by identity."""
+    """Images Nx28x28 uint8 (black is 0) and labels N uint8, read-only. Compared by identity."""
 
     train_images: np.ndarray
-    """Nx28x28 uint8; black is 0."""
     train_labels: np.ndarray
-    """N uint8, 0 to 9."""
     test_images: np.ndarray
     test_labels: np.ndarray
     source: str
@@ -92,23 +89,16 @@ def read_folder(folder: Path) -> Arrays:
 
 
 def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, int]:
-    """Parse a uint8 array at byte `start` of an IDX file.
-
-    Returns:
-        The array, and the offset of its end.
-    """
-    header = content[start : start + 4]
-    dimensions = header[3] if len(header) == 4 and header[:3] == b"\0\0\x08" else 0
-    body = start + 4 + 4 * dimensions
-    if not 1 <= dimensions <= 3 or len(content) < body:
-        raise ConfigError(f"{name} is not an IDX file of bytes (it begins with "
-                          f"{header.hex() or 'nothing'}); {_REPLACE}")
-    shape = tuple(np.frombuffer(content, ">u4", dimensions, start + 4).tolist())
-    count = int(np.prod(shape, dtype=object))
-    if len(content) < body + count:
-        raise ConfigError(f"{name} is truncated: {len(content) - body} bytes of data, but its "
-                          f"header says {count}; {_REPLACE}")
-    return np.frombuffer(content, np.uint8, count, body).reshape(shape), body + count
+    """The uint8 array at byte `start` of an IDX file, and the offset of its end."""
+    try:
+        magic, dimensions = struct.unpack_from(">3sB", content, start)
+        if magic != b"\0\0\x08":
+            raise ValueError(f"it begins with {magic.hex()}, which is not an IDX file of bytes")
+        shape = struct.unpack_from(f">{dimensions}I", content, start + 4)
+        body, count = start + 4 + 4 * dimensions, math.prod(shape)
+        return np.frombuffer(content, np.uint8, count, body).reshape(shape), body + count
+    except (struct.error, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} is damaged or truncated ({error}); {_REPLACE}") from error
 
 
 def find_dataset(
@@ -123,9 +113,6 @@ def find_dataset(
 
     Args:
         download: creates `FashionMNIST/raw` in a folder; default: torchvision's download.
-
-    Raises:
-        ConfigError: neither found nor downloaded; the message lists the places.
     """
     given = [Path(place).expanduser() for place in (root, environment.get("TRAINER_DATA")) if place]
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
@@ -142,7 +129,10 @@ def find_dataset(
         raise ConfigError(
             f"--task.data fashion-mnist: the files {', '.join(FILES)} (or with .gz) are not in any "
             "of:\n  " + "\n  ".join(map(str, places)) + "\nThe download into "
-            f"{target} failed: {type(error).__name__}: {error}\n{_REMEDY}") from None
+            f"{target} failed: {type(error).__name__}: {error}\nSet the folder by --task.root or "
+            "TRAINER_DATA (with the IDX files, or in torchvision's layout), install the Debian "
+            "package dataset-fashion-mnist, or run once with network access. The bundled sample "
+            "needs no download: --task.data sample.") from None
 
 
 def _file(folder: Path, name: str) -> Path | None:
@@ -150,16 +140,19 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download to a temporary folder and rename it, so that the data are complete or absent."""
+    """Download beside the target and rename, so that the data are complete or nothing is left."""
     folder = target / "FashionMNIST"
-    target.mkdir(parents=True, exist_ok=True)
-    # The death of a process releases the lock.
-    with (target / ".fashion-mnist.lock").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    there = next(p for p in (target.absolute(), *target.absolute().parents) if p.is_dir())
+    descriptor = os.open(there, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released if the process dies
         if not folder.exists():  # else another process has downloaded it
-            with tempfile.TemporaryDirectory(dir=target) as aside:
+            with tempfile.TemporaryDirectory(dir=there) as aside:
                 download(Path(aside))
+                target.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(aside, "FashionMNIST"), folder)
+    finally:
+        os.close(descriptor)
     return folder / "raw"
 
 
@@ -177,10 +170,9 @@ def _by_torchvision(target: Path) -> None:
 def _arrays(parts: list[np.ndarray], source: str) -> Arrays:
     train_images, train_labels, test_images, test_labels = parts
     for images, labels in ((train_images, train_labels), (test_images, test_labels)):
-        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not len(labels):
+        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not labels.size:
             raise ConfigError(f"{source}: images of shape {images.shape} with labels of shape "
                               f"{labels.shape}; they must be Nx28x28 and N, N at least 1.")
         if labels.max() > 9:
             raise ConfigError(f"{source}: a label is {labels.max()}; labels must be 0 to 9.")
-    return Arrays(train_images=train_images, train_labels=train_labels,
-                  test_images=test_images, test_labels=test_labels, source=source)
+    return Arrays(train_images, train_labels, test_images, test_labels, source)

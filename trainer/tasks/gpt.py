@@ -9,13 +9,11 @@ from torch.nn import functional
 
 class GPT(nn.Module):
     """Pre-norm transformer with learned position embeddings and tied output weights (Radford et al.
-    2019).
+    2019); dropout after the embedding, in the attention, and after attention and MLP.
 
     Args:
         tokens: size of the vocabulary.
         context: maximal sequence length.
-        width: embedding size; must be a multiple of `heads`.
-        dropout: after the embedding, in the attention, and after attention and MLP of each block.
     """
 
     def __init__(self, *, tokens: int, context: int, layers: int, heads: int, width: int,

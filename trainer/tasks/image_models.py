@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,52 +22,36 @@ _EXTRA_ARGUMENTS = {
 
 
 class SmallCNN(nn.Module):
-    """Two blocks of 3x3 convolution, norm, ReLU and 2x2 max-pooling (32 and 64 channels), then a
-    hidden layer of 128 units: about 422,000 parameters.
-
-    Args:
-        norm: "batch", "group" (8 groups) or "none".
-        dropout: probability of zeroing a hidden unit in training.
-        classes: number of outputs.
-    """
+    """Two blocks of 3x3 convolution, norm ("batch", "group" with 8 groups, or "none"), ReLU and 2x2
+    max-pooling (32 and 64 channels), then a hidden layer of 128 units: about 422,000 parameters."""
 
     def __init__(self, norm: str = "batch", dropout: float = 0.0, classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(*_block(1, 32, norm), *_block(32, 64, norm))
         self.head = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(64 * (IMAGE_SIZE // 4) ** 2, 128),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(128, classes),
-        )
+            nn.Flatten(), nn.Linear(64 * (IMAGE_SIZE // 4) ** 2, 128), nn.ReLU(),
+            nn.Dropout(dropout), nn.Linear(128, classes))
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute logits Nxclasses of images Nx1x28x28."""
         return self.head(self.features(images))
 
 
-def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
-    """A newly initialised torchvision classifier for images of `size` x `size` pixels.
-
-    A grey image is repeated to three channels, and images are enlarged to the least size that
-    torchvision states for the network. A forward pre-hook does both, so the names of the weights
-    remain torchvision's.
-    """
-    models = _known(name)
-    extra = _EXTRA_ARGUMENTS.get(name, {})
-    net = models.get_model(name, weights=None, num_classes=classes, **extra)
-    least = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
-    net.register_forward_pre_hook(functools.partial(_as_photograph, size=max(size, least)))
-    return net
-
-
 def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
-    """The torchvision classifier of this name, or `module:Class` called with the number of classes.
+    """A new torchvision classifier of this name, or `module:Class` called with the number of
+    classes.
+
+    For torchvision, a grey image is repeated to three channels, and images of `size` x `size` are
+    enlarged to the least size that it states for the network. A forward pre-hook does both, so the
+    names of the weights remain torchvision's.
     """
     if ":" in name:
         return load_object(name, "--task.model")(classes)
-    return torchvision_model(name, classes, size)
+    models = _known(name)
+    net = _new(name, classes)
+    least = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
+    net.register_forward_pre_hook(functools.partial(_as_photograph, size=max(size, least)))
+    return net
 
 
 def pretrained(name: str, weights: str, classes: int) -> nn.Module:
@@ -76,8 +59,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
     downloaded into it. The last layer is newly initialised if its size differs.
     """
     chosen = find_pretrained(name, weights)
-    extra = _EXTRA_ARGUMENTS.get(name, {})
-    net = _known(name).get_model(name, weights=None, num_classes=classes, **extra)
+    net = _new(name, classes)
     try:
         values = chosen.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
@@ -90,6 +72,11 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
         raise ConfigError(f"--task.weights {weights}: {', '.join(other)} of {name} don't fit.")
     net.load_state_dict({**own, **{n: v for n, v in values.items() if n not in other}})
     return net
+
+
+def _new(name: str, classes: int) -> nn.Module:
+    extra = _EXTRA_ARGUMENTS.get(name, {})
+    return _known(name).get_model(name, weights=None, num_classes=classes, **extra)
 
 
 def find_pretrained(name: str, weights: str) -> Any:
@@ -107,21 +94,20 @@ def _known(name: str) -> Any:
 
     known = models.list_models(module=models)
     if name not in known:
-        near = difflib.get_close_matches(name, [*known, "cnn"], n=3)
+        near = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "use for example resnet18."
-        raise ConfigError(f"--task.model {name}: neither cnn nor a classifier in torchvision "
+        raise ConfigError(f"--task.model {name}: torchvision has no such classifier "
                           f"(torchvision.models.list_models lists them); {hint}")
     return models
 
 
-def _block(channels_in: int, channels_out: int, norm: str) -> tuple[nn.Module, ...]:
-    norms: dict[str, Callable[[int], tuple[nn.Module, ...]]] = {
-        "batch": lambda channels: (nn.BatchNorm2d(channels),),
-        "group": lambda channels: (nn.GroupNorm(8, channels),),
-        "none": lambda channels: (),
-    }
-    convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=norm == "none")
-    return convolution, *norms[norm](channels_out), nn.ReLU(), nn.MaxPool2d(2)
+def _block(channels_in: int, channels_out: int, norm: str) -> list[nn.Module]:
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=norm == "none")]
+    if norm != "none":
+        layers.append(nn.BatchNorm2d(channels_out) if norm == "batch" else
+                      nn.GroupNorm(8, channels_out))
+    return [*layers, nn.ReLU(), nn.MaxPool2d(2)]
 
 
 def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: int) -> Tensor:

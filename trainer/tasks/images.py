@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer import rng
+from trainer.config.fields import Section, setting
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.storage import layout
-from trainer.task import SPLITS, Outcome
+from trainer.task import Outcome
 from trainer.tasks import fashion_mnist, losses
 from trainer.tasks.image_models import SmallCNN, classifier
 from trainer.telemetry import drawing
@@ -40,14 +41,8 @@ CROP_PADDING = 2
 
 
 class ImageSet(Dataset):
-    """Images in memory, read in batches by `__getitems__` (32 images in about 45 us).
-
-    Args:
-        images: Nx28x28 uint8.
-        labels: N uint8.
-        mean, std: pixel statistics for the normalisation; black is 0, white 255.
-        augmentation: applied to batches whose indices have `keys`.
-    """
+    """Images Nx28x28 uint8 in memory, read in batches by `__getitems__` (32 images in about 45 us)
+    and augmented if the indices have `keys`."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, std: float,
                  augmentation: Augment = "none") -> None:
@@ -81,13 +76,13 @@ class ImageSet(Dataset):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Images:
+class Images(Section, prefix="task."):
     """Classify images of clothing."""
 
     data: Data = "sample"
     """sample: 12,000 + 2,000 images of Fashion-MNIST, included in this package;
     fashion-mnist: all 60,000 + 10,000."""
-    root: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
+    root: str | None = setting(None, "ignored")
     """First folder searched for the full data set, and target of its download."""
     architecture: str = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method
@@ -97,29 +92,29 @@ class Images:
     """Normalisation in the cnn. group: the result doesn't depend on the micro-batch size."""
     augment: Augment = "flip"
     """Random augmentation of the training images. flip+crop needs longer training to help."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Dropout probability of the cnn's hidden units, in training only."""
-    teacher: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
+    teacher: str | None = setting(None, "ignored")
     """Distil this model: a run folder, a checkpoint folder, or a model.safetensors."""
     teacher_architecture: str = dataclasses.field(
         default="cnn", metadata={"flag": "teacher_model"})
     """Architecture of the teacher, as for model."""
-    teacher_share: float = 0.5
+    teacher_share: float = setting(0.5, "must_match", ">= 0 and <= 1")
     """Weight of the distillation loss; the loss on labels has the rest."""
-    temperature: float = 4.0
+    temperature: float = setting(4.0, "must_match", "> 0 and < inf")
     """Divisor of the logits in distillation; raises the weight of small probabilities."""
-    validation_fraction: float = 0.2
+    validation_fraction: float = setting(0.2, "must_match", ">= 0 and < 1")
     """Share of the training file that is held out for validation."""
     seed: int | None = None
     """Determines which images are held out; by default the run's seed."""
 
     def __post_init__(self) -> None:
-        if self.architecture != "cnn" and (self.norm != "batch" or self.dropout):
-            raise ConfigError(f"task.norm {self.norm} and task.dropout {self.dropout} with "
-                              f"task.model {self.architecture}: both are settings of the cnn; "
-                              "remove them.")
+        super().__post_init__()
+        own = self.architecture == "cnn"
+        self.check(own or self.norm == "batch", "norm", "it is a setting of the cnn; remove it.")
+        self.check(own or not self.dropout, "dropout", "it is a setting of the cnn; remove it.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -131,15 +126,13 @@ class Images:
         return self._arrays().source
 
     def model(self) -> nn.Module:
-        """A newly initialised model: images Nx1x28x28 → logits Nx10."""
+        """Images Nx1x28x28 → logits Nx10."""
         if self.architecture == "cnn":
             return SmallCNN(self.norm, self.dropout)
         return classifier(self.architecture)
 
     def dataset(self, split: str) -> ImageSet | None:
         """The images of a split; None for "validation" if no images are held out."""
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r}: use one of {', '.join(SPLITS)}")
         arrays = self._arrays()
         mean, std = self._statistics(arrays)
         if split == "test":
@@ -152,22 +145,21 @@ class Images:
                         self.augment if split == "train" else "none")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the samples, and the accuracy.
-
-        With a teacher, in training: a weighted sum with the KL divergence from its predictions.
-        """
+        """Cross-entropy and accuracy; with a teacher, in training, a weighted sum with the KL
+        divergence from its predictions."""
         images, labels = batch
         logits = model(images).float()
-        smoothing = self.label_smoothing if model.training else 0.0
-        loss = losses.named("cross-entropy", label_smoothing=smoothing)
-        total, count = loss(logits, labels)
-        if self.teacher is not None and model.training:
-            teacher = _load_teacher(self.teacher, self.teacher_architecture, images.device)
-            with torch.no_grad():
-                wanted = teacher(images).float()
-            divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
-            total = (1 - self.teacher_share) * total + self.teacher_share * divergence
-        return losses.classification(model, logits, labels, (total, count))
+        outcome = losses.classification(logits, labels, training=model.training,
+                                        label_smoothing=self.label_smoothing)
+        if self.teacher is None or not model.training:
+            return outcome
+        teacher = _load_teacher(self.teacher, self.teacher_architecture, images.device)
+        with torch.no_grad():
+            wanted = teacher(images).float()
+        divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
+        total: Any = outcome.total
+        total = (1 - self.teacher_share) * total + self.teacher_share * divergence
+        return dataclasses.replace(outcome, total=total)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES
@@ -192,7 +184,8 @@ class Images:
         if self.teacher is not None:
             content.update(_weights_file(self.teacher).read_bytes())
         return (f"{len(arrays.train_labels)}+{len(arrays.test_labels)} images "
-                f"{content.hexdigest()}, validation {self.validation_fraction} seed {self._seed}")
+                f"{content.hexdigest()}, validation {self.validation_fraction} seed "
+                f"{self.seed or 0}")
 
     def preload(self) -> None:
         """Read the data with numpy alone, in a launcher, for the ranks that it forks."""
@@ -204,10 +197,6 @@ class Images:
         train, _ = self._parts(len(arrays.train_labels))
         return torch.from_numpy(arrays.train_images[train[:number]]).unsqueeze(1)
 
-    @property
-    def _seed(self) -> int:
-        return 0 if self.seed is None else self.seed
-
     def _arrays(self) -> fashion_mnist.Arrays:
         if self.data == "sample":
             return fashion_mnist.read_sample()
@@ -215,11 +204,10 @@ class Images:
 
     def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Indices into the training file: those to train on, and those held out."""
-        return divide(number, self._seed, self.validation_fraction)
+        return divide(number, self.seed or 0, self.validation_fraction)
 
     def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
-        """Mean and standard deviation of the training pixels."""
-        return _mean_and_std(arrays, self._seed, self.validation_fraction)
+        return _statistics(arrays, self.seed or 0, self.validation_fraction)
 
 
 def _weights_file(teacher: str) -> Path:
@@ -248,24 +236,25 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
 @functools.cache  # needed for each split, and shared with the ranks that a launcher forks
 def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Sorted indices of `number` images: those to train on, and those held out."""
-    if not 0 <= held_out_fraction < 1:
-        raise ConfigError(f"task.validation_fraction is {held_out_fraction}; use 0 or more and "
-                          "less than 1.")
     keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
     order = np.argsort(keys, kind="stable")
     held_out = round(number * held_out_fraction)
+    if held_out == number:
+        raise ConfigError(f"--task.validation-fraction {held_out_fraction}: none of {number} "
+                          "images is left for training; use a smaller fraction.")
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 @functools.cache
-def _mean_and_std(
-    arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
-) -> tuple[float, float]:
-    """Computed from exact integer sums, so equal on every machine."""
+def _statistics(arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
+                ) -> tuple[float, float]:  # fmt: skip
     train, _ = divide(len(arrays.train_labels), seed, held_out_fraction)
-    images = arrays.train_images[train]
-    total = int(images.sum(dtype=np.int64))
-    squares = int(np.square(images, dtype=np.uint16).sum(dtype=np.int64))
-    mean = total / images.size
-    variance: Any = squares / images.size - mean**2
-    return mean, max(variance, 1.0) ** 0.5  # avoids a division by 0 for constant images
+    mean, std = mean_and_std(arrays.train_images[train].reshape(1, -1))
+    return float(mean[0]), float(std[0])
+
+
+def mean_and_std(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row of uint8 pixels; from exact integer sums, so equal on every machine."""
+    mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
+    squares = np.square(channels, dtype=np.uint16).sum(1, dtype=np.int64) / channels.shape[1]
+    return mean, np.sqrt(np.maximum(squares - mean**2, 1))  # 1: avoids a division by 0

@@ -8,6 +8,7 @@ checked for combinations of output and target that torch would accept although t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.config.fields import fits
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.telemetry.classification import confusion
@@ -34,7 +36,7 @@ _ENOUGH = 32
 
 
 def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None) -> None:
-    """Raise ConfigError unless these are logits NxCx… and class numbers below C."""
+    """Check that these are logits NxCx… and class numbers below C."""
     refuse_activated("cross-entropy", output)
     classes = output.shape[1] if output.dim() > 1 else 0
     if classes < 2:
@@ -51,7 +53,7 @@ def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None
 
 
 def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
-    """Raise ConfigError unless these are logits and targets from 0 to 1."""
+    """Check that these are logits and targets from 0 to 1."""
     refuse_activated(name, output)
     low, high = float(target.min()), float(target.max())
     if not (low >= 0 and high <= 1):
@@ -60,7 +62,7 @@ def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
 
 
 def check_same_shape(name: str, output: Tensor, target: Tensor) -> None:
-    """Raise ConfigError if the shapes differ: torch would broadcast them."""
+    """Check that the shapes are equal: torch would broadcast them."""
     if output.shape != target.shape:
         raise ConfigError(f"{name}: the output has shape {tuple(output.shape)} and the target "
                           f"{tuple(target.shape)}; torch would broadcast them. Make them equal, "
@@ -68,7 +70,7 @@ def check_same_shape(name: str, output: Tensor, target: Tensor) -> None:
 
 
 def refuse_activated(name: str, output: Tensor) -> None:
-    """Raise ConfigError if the output isn't logits but the result of a softmax or sigmoid."""
+    """Check that the output is logits and not the result of a softmax or sigmoid."""
     values = output.detach().float()
     inside = bool(((values >= 0) & (values <= 1)).all())
     operation = _made_by(output)
@@ -98,12 +100,23 @@ def _made_by(output: Tensor) -> str:
     return ""
 
 
+def _option(default: Any, allowed: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
 @dataclass(frozen=True)
 class Loss:
-    """Base class: records whether the first non-empty batch has been checked."""
+    """Base class: checks the ranges of the options, and records whether the first non-empty batch
+    has been checked."""
 
     _checked: list[None] = field(
         default_factory=list, init=False, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value, allowed = getattr(self, option.name), option.metadata.get("allowed", "")
+            if not fits(value, allowed):
+                raise ConfigError(f"loss option {option.name} {value}: use {allowed}.")
 
     def _first(self, output: Tensor) -> bool:
         """Whether this is the first non-empty batch."""
@@ -120,12 +133,10 @@ class CrossEntropy(Loss):
     Args:
         weight: one weight per class (see `balanced`); as in torch, the mean is taken over the
             weights of the targets.
-        label_smoothing: share of the target that is spread over all classes.
-        ignore_index: targets of this number are ignored; None: no target is ignored.
     """
 
-    weight: tuple[float, ...] | None = None
-    label_smoothing: float = 0.0
+    weight: tuple[float, ...] | None = _option(None, ">= 0")
+    label_smoothing: float = _option(0.0, ">= 0 and <= 1")
     ignore_index: int | None = None
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
@@ -147,14 +158,10 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True)
 class BCE(Loss):
-    """`nn.BCEWithLogitsLoss`: logits with targets from 0 to 1 of the same shape. Each logit is an
-    independent binary label.
+    """`nn.BCEWithLogitsLoss`: logits of independent labels with targets from 0 to 1 of the same
+    shape; one weight of positive targets per label (see `balanced_positive`)."""
 
-    Args:
-        pos_weight: one weight of positive targets per label (see `balanced_positive`).
-    """
-
-    pos_weight: tuple[float, ...] | None = None
+    pos_weight: tuple[float, ...] | None = _option(None, ">= 0")
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -180,7 +187,7 @@ class MSE(Loss):
 class Huber(Loss):
     """`nn.HuberLoss`: quadratic up to `delta` (in units of the target), linear beyond."""
 
-    delta: float = 1.0
+    delta: float = _option(1.0, "> 0")
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -192,11 +199,7 @@ class Huber(Loss):
 @dataclass(frozen=True)
 class MarginRanking(Loss):
     """`nn.MarginRankingLoss`: called with two scores and their order: 1 if the first should be
-    higher, -1 if the second should.
-
-    Args:
-        margin: required difference of the scores.
-    """
+    higher by `margin`, -1 if the second should."""
 
     margin: float = 0.0
 
@@ -214,16 +217,9 @@ class KL(Loss):
 
     Logits are divided by the temperature; the loss is multiplied by its square, so that the size of
     the gradients doesn't depend on it (Hinton, Vinyals, Dean 2015).
-
-    Args:
-        temperature: divisor of both logits.
     """
 
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature}; use more than 0.")
+    temperature: float = _option(1.0, "> 0 and < inf")
 
     def __call__(self, output: Tensor, teacher: Tensor) -> SumAndCount:
         if self._first(output):
@@ -252,8 +248,8 @@ class DiceBCE(Loss):
         dice: weight of Dice in the loss; BCE has the rest.
     """
 
-    smooth: float = 1.0
-    dice: float = 0.5
+    smooth: float = _option(1.0, ">= 0")
+    dice: float = _option(0.5, ">= 0 and <= 1")
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -284,11 +280,18 @@ def named(name: str, **options: Any) -> Any:
     return LOSSES[name](**options)
 
 
-def classification(model: nn.Module, logits: Tensor, labels: Tensor, loss: SumAndCount) -> Outcome:
-    """The `Outcome` of a classifier: the loss, the accuracy, and in evaluation the confusion."""
+def classification(
+    logits: Tensor, labels: Tensor, *, training: bool, label_smoothing: float = 0.0,
+    weight: tuple[float, ...] | None = None,
+) -> Outcome:  # fmt: skip
+    """Cross-entropy (smoothed in training) and accuracy, and in evaluation the confusion."""
+    loss = named("cross-entropy", weight=weight,
+                 label_smoothing=label_smoothing if training else 0.0)
     found = logits.detach().argmax(1)
-    table = None if model.training else confusion(found, labels, logits.shape[1])
-    return Outcome(*loss, {"accuracy": ((found == labels).sum(), len(labels))}, table)
+    table = None if training else confusion(found, labels, logits.shape[1])
+    accuracy = (found == labels).sum(), len(labels)
+    total, count = loss(logits, labels)
+    return Outcome(total, count, {"accuracy": accuracy}, table)
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:

@@ -17,12 +17,13 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
+from trainer.config.fields import Section, setting
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
 from trainer.tasks.image_models import classifier, find_pretrained, pretrained
-from trainer.tasks.images import CLASS_FIGURES, divide
+from trainer.tasks.images import CLASS_FIGURES, divide, mean_and_std
 from trainer.telemetry import drawing
 from trainer.telemetry.classification import Figure
 
@@ -79,10 +80,10 @@ class CifarImages(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photos:
+class Photos(Section, prefix="task."):
     """Classify photographs."""
 
-    root: str | None = field(default=None, metadata={"change": "ignored"})
+    root: str | None = setting(None, "ignored")
     """Required: folder with train/CLASS/FILE and optionally val/ and test/ in the same form, or
     with the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
@@ -94,16 +95,16 @@ class Photos:
     weights: str | None = None
     """Start from these weights of torchvision, such as IMAGENET1K_V1 or DEFAULT. The last layer is
     newly initialised if the number of classes differs. Also sets image sizes and normalisation."""
-    crop: int | None = None
+    crop: int | None = setting(None, "must_match", ">= 1")
     """Width and height of the model's input in pixels; by default that of the weights, or 224."""
-    resize: int | None = None
+    resize: int | None = setting(None, "must_match", ">= 1")
     """Shorter side in pixels before the centre crop in validation; by default that of the weights,
     or 8/7 of the crop."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: weigh classes in the loss inversely to their number of training images."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
-    validation_fraction: float = 0.1
+    validation_fraction: float = setting(0.1, "must_match", ">= 0 and < 1")
     """Share of the training images held out for validation, if there is no folder for it."""
     seed: int | None = None
     """Determines which images are held out; by default the run's seed."""
@@ -146,11 +147,10 @@ class Photos:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy."""
         images, labels = batch
-        logits = model(images).float()
-        smoothing = self.label_smoothing if model.training else 0.0
         weight = losses.balanced(count_images(self)) if self.class_weights == "balanced" else None
-        loss = losses.named("cross-entropy", weight=weight, label_smoothing=smoothing)
-        return losses.classification(model, logits, labels, loss(logits, labels))
+        return losses.classification(
+            model(images).float(), labels, training=model.training, weight=weight,
+            label_smoothing=self.label_smoothing)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES
@@ -182,6 +182,7 @@ class Photos:
         own = _preset(self.architecture, self.weights)
         crop = self.crop or (own.crop_size[0] if own else 224)
         resize = self.resize or (own.resize_size[0] if own and not self.crop else crop * 8 // 7)
+        self.check(resize >= crop, "resize", f"use the crop, {crop}, or more.")
         return crop, resize
 
     def _statistics(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -229,11 +230,8 @@ class Photos:
 
 @functools.cache
 def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read images Nx3x32x32 and labels N, uint8, from CIFAR-10's binary files.
-
-    A record is the label followed by the red, green and blue pixels
-    (https://www.cs.toronto.edu/~kriz/cifar.html).
-    """
+    """Images Nx3x32x32 and labels N, uint8, of CIFAR-10's binary files. A record is the label, then
+    the red, green and blue pixels (https://www.cs.toronto.edu/~kriz/cifar.html)."""
     parts = []
     for name in CIFAR_FILES[split]:
         places = (root / name, root / "cifar-10-batches-bin" / name)
@@ -252,13 +250,10 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel of CIFAR-10's training images, 0 to 1; computed from
-    exact integer sums."""
+    """Of each channel of CIFAR-10's training images, 0 to 1."""
     images, _ = read_cifar(root, "train")
-    channels = images.transpose(1, 0, 2, 3).reshape(3, -1)
-    mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
-    squares = np.square(channels, dtype=np.uint16).sum(1, dtype=np.int64) / channels.shape[1]
-    return (mean / 255).tolist(), (np.sqrt(np.maximum(squares - mean**2, 1)) / 255).tolist()
+    mean, std = mean_and_std(images.transpose(1, 0, 2, 3).reshape(3, -1))
+    return (mean / 255).tolist(), (std / 255).tolist()
 
 
 @functools.lru_cache(maxsize=1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from trainer.errors import ConfigError
-from trainer.task import Outcome
+from trainer.config.fields import Section, setting
+from trainer.task import SPLITS, Outcome
 from trainer.tasks import losses
 from trainer.telemetry.classification import Figure, hits, macro
 
@@ -46,7 +46,7 @@ class UNet(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class Shapes(Section, prefix="task."):
     """Find circles, squares and triangles in noisy grey images, with at most one of each."""
 
     target: Literal["masks", "labels"] = "masks"
@@ -56,18 +56,20 @@ class Shapes:
     """Loss of masks; labels always use bce."""
     balanced: bool = False
     """With bce: give positive and negative pixels (or labels) the same total weight."""
-    images: int = 2000
+    images: int = setting(2000, "must_match", ">= 4")
     """Number of training images; validation and test have a quarter as many each."""
-    noise: float = 0.15
+    noise: float = setting(0.15, "must_match", ">= 0 and < inf")
     """Standard deviation of the pixel noise; a shape is 0.4 to 1 brighter than the background."""
-    width: int = 16
+    width: int = setting(16, "must_match", ">= 4")
     """Channels at the highest resolution."""
-    seed: int | None = None
+    seed: int | None = setting(None, "must_match", ">= 0")
     """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
-        if self.balanced and self.target == "masks" and self.loss_name != "bce":
-            raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
+        super().__post_init__()
+        self.check(self.width % 4 == 0, "width", "use a multiple of 4.")
+        self.check(not self.balanced or self.target == "labels" or self.loss_name == "bce",
+                   "balanced", "masks need the loss bce for it: add --task.loss bce.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -117,9 +119,8 @@ class Shapes:
         return (wide.transpose(1, 2, 0).repeat(3, 0).repeat(3, 1) * 255).astype(np.uint8)
 
     def _drawn(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        place = {"train": 0, "validation": 1, "test": 2}[split]
         count = self.images if split == "train" else self.images // 4
-        return draw(count, self.noise, (self.seed or 0, place))
+        return draw(count, self.noise, (self.seed or 0, SPLITS.index(split)))
 
     def _pos_weight(self) -> tuple[float, ...]:
         _, masks = self._drawn("train")

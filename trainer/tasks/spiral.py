@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainer.task import Outcome
+from trainer.config.fields import Section, setting
+from trainer.task import SPLITS, Outcome
 from trainer.tasks import losses
 from trainer.tasks.images import CLASS_FIGURES
 from trainer.telemetry.classification import Figure
@@ -21,18 +22,18 @@ _PIXELS, _REACH = 300, 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spiral:
+class Spiral(Section, prefix="task."):
     """Classify points of the plane that lie on three arms of a spiral."""
 
-    points: int = 1500
+    points: int = setting(1500, "must_match", ">= 9")
     """Number of training points; validation and test have a third as many each."""
-    noise: float = 0.2
+    noise: float = setting(0.2, "must_match", ">= 0 and < inf")
     """Standard deviation of a point's angle, in radians."""
-    width: int = 64
+    width: int = setting(64, "must_match", ">= 1")
     """Units in each of the two hidden layers."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
-    seed: int | None = None
+    seed: int | None = setting(None, "must_match", ">= 0")
     """Determines the points; by default the run's seed."""
 
     def model(self) -> nn.Module:
@@ -44,17 +45,14 @@ class Spiral:
     def dataset(self, split: str) -> TensorDataset:
         """Points and their arms."""
         count = self.points if split == "train" else self.points // 3
-        place = {"train": 0, "validation": 1, "test": 2}[split]
-        points, arms = draw_points(count, self.noise, (self.seed or 0, place))
+        points, arms = draw_points(count, self.noise, (self.seed or 0, SPLITS.index(split)))
         return TensorDataset(torch.from_numpy(points), torch.from_numpy(arms))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy."""
         points, arms = batch
-        logits = model(points).float()
-        smoothing = self.label_smoothing if model.training else 0.0
-        loss = losses.named("cross-entropy", label_smoothing=smoothing)
-        return losses.classification(model, logits, arms, loss(logits, arms))
+        return losses.classification(model(points).float(), arms, training=model.training,
+                                     label_smoothing=self.label_smoothing)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.config.fields import Section, setting
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
 from trainer.task import Outcome
@@ -28,11 +29,8 @@ NOT_COUNTED = -100
 
 
 class Pieces(Dataset):
-    """A memory-mapped file split into pieces of `context` bytes.
-
-    Piece i is (inputs, targets), int64 of length `context`; the target of a byte is the next byte.
-    The last piece is padded with input 0 and target `NOT_COUNTED`.
-    """
+    """A memory-mapped file in pieces (inputs, targets), int64 of length `context`; the target of a
+    byte is the next byte. The last piece is padded with input 0 and target `NOT_COUNTED`."""
 
     def __init__(self, data: np.ndarray, context: int) -> None:
         self.data, self.context = data, context
@@ -91,34 +89,30 @@ class PieceReader(Iterator[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(Section, prefix="task."):
     """Predict the next byte of a text."""
 
-    file: str | None = field(default=None, metadata={"change": "ignored"})
+    file: str | None = setting(None, "ignored")
     """Any file; by default pydoc_data/topics.py of this Python, 0.7 MB of its documentation."""
     stream: bool = False
     """Read the text in order, as a stream in lanes, instead of in shuffled pieces."""
-    context: int = 64
+    context: int = setting(64, "must_match", ">= 1")
     """Context length in bytes."""
-    layers: int = 2
+    layers: int = setting(2, "must_match", ">= 1")
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: int = setting(4, "must_match", ">= 1")
     """Number of attention heads."""
-    width: int = 64
+    width: int = setting(64, "must_match", ">= 1")
     """Embedding size."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Dropout probability, in training only."""
-    validation_fraction: float = 0.1
+    validation_fraction: float = setting(0.1, "must_match", ">= 0 and < 1")
     """Share of the text, at its end, that is held out for validation."""
 
     def __post_init__(self) -> None:
-        if self.context < 1 or not 0 <= self.validation_fraction < 1:
-            raise ConfigError(f"task.context {self.context}, task.validation_fraction "
-                              f"{self.validation_fraction}: use a context of 1 or more, and a "
-                              "fraction of 0 or more and less than 1.")
-        if self.width % self.heads:
-            raise ConfigError(f"task.width is {self.width}; it must be a multiple of task.heads "
-                              f"{self.heads}.")
+        super().__post_init__()
+        self.check(self.width % self.heads == 0, "width",
+                   f"use a multiple of --task.heads {self.heads}.")
 
     @property
     def source(self) -> str:

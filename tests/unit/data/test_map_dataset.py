@@ -249,7 +249,12 @@ def points(seed: int, count: int = 300) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4, generator=generator), torch.zeros(count))
 
 
+WHOLE = points(0)
+
+
 @pytest.mark.parametrize(("train", "validation", "shared"), [
+    (Subset(WHOLE, range(200)), Subset(WHOLE, range(200, 300)), 0),
+    (Subset(WHOLE, range(250)), Subset(WHOLE, range(200, 300)), 50),
     (Subset(points(0), range(200)), Subset(points(0), range(200)), 0),  # of two data sets
     (points(0), points(1), 0), (points(0), points(0), 300), (points(0), points(0, 9), 0),
     (points(0), None, 0),
@@ -257,11 +262,3 @@ def points(seed: int, count: int = 300) -> TensorDataset:
 def test_validation_samples_among_the_training_samples_are_counted(train, validation, shared):
     assert shared_samples(train, validation).startswith(f"{shared} of" if shared else "")
     assert bool(shared_samples(train, validation)) == bool(shared)
-
-
-def test_subsets_of_one_data_set_are_compared_by_their_indices():
-    whole = points(0)
-    held_out = Subset(whole, range(200, 300))
-
-    assert shared_samples(Subset(whole, range(200)), held_out) == ""
-    assert shared_samples(Subset(whole, range(250)), held_out).startswith("50 of 100 validation")

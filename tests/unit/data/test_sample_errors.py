@@ -15,10 +15,10 @@ from torch.utils.data import Subset
 from trainer import rng
 from trainer.config.schema import Batch, Config, Data
 from trainer.data import batch as batches
-from trainer.data.loader import SampledSource
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sample_errors import SampleError, check_replaced_share
 from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
+from trainer.data.workers import DataReader
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError, TooManyBadSamples
 from trainer.run.prepare import prepare
@@ -90,8 +90,8 @@ def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, wo
         for rank in range(num_ranks):
             sampler = MicroBatchSampler(plan, rank=rank, num_ranks=num_ranks, seed=SEED,
                                         shuffle=True, position=0, total_steps=6)
-            source = SampledSource(reader(kind), sampler=sampler, workers=workers, prefetch=2,
-                                   device=CPU)
+            source = DataReader(reader(kind), sampler=sampler, workers=workers, prefetch=2,
+                                device=CPU)
             micros = list(source)
             source.close()
             found |= {(m.spec.step, m.spec.number): m for m in micros if m.spec.number >= 0}
@@ -106,6 +106,21 @@ def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, wo
         pairs = [[(r.index, r.by, r.why) for r in m.replaced] for m in (micro, expected[key])]
         assert pairs[0] == pairs[1]
     assert sum(len(m.replaced) for m in found.values()) == 2 * len(BAD)
+
+
+@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
+def test_an_error_that_is_gone_at_the_second_reading_replaces_nothing(kind):
+    class Recovering(kind):
+        def __getitem__(self, index: int) -> Any:
+            try:
+                return super().__getitem__(index)
+            finally:
+                self.bad = set()
+
+    micro = read(reader(Recovering), 3, 1)
+
+    assert micro.replaced == ()
+    assert same(micro.batch, read(reader(kind, set()), 3, 1).batch)
 
 
 def test_an_empty_micro_batch_works_without_sample_0_and_counts_nothing():
@@ -191,8 +206,8 @@ def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
     plan = BatchPlan(samples=COUNT, global_size=2, micro_size=2, drop_last=True)
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=SEED, shuffle=False, position=0,
                                 total_steps=3)
-    source = SampledSource(reader(skip=False, rank=1), sampler=sampler, workers=2, prefetch=2,
-                           device=CPU)
+    source = DataReader(reader(skip=False, rank=1), sampler=sampler, workers=2, prefetch=2,
+                        device=CPU)
 
     next(source)
 

@@ -21,7 +21,6 @@ print(stop.requested, stop.reason)
 
 @pytest.mark.parametrize(("before", "number", "told"), [
     ("SIG_IGN", "SIGHUP", "False "), ("SIG_DFL", "SIGHUP", "True SIGHUP"),
-    ("SIG_IGN", "SIGTERM", "True SIGTERM"),
 ])  # fmt: skip
 def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, told):
     done = subprocess.run([sys.executable, "-c", CODE.format(before=before, number=number)],

@@ -107,7 +107,6 @@ def test_a_process_that_computes_or_whose_child_does_is_active_and_a_sleeping_on
     nested = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"
     looks = {name: processes.Activity(child(code))
              for name, code in (("busy", busy), ("nested", nested), ("asleep", ""))}
-
     seen = {name: [] for name in looks}
     # When a process falls asleep, after its first words, is the machine's affair: some time it has.
     until(lambda: [seen[n].append(look.seen()) for n, look in looks.items()] and all(

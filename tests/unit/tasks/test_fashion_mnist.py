@@ -202,11 +202,10 @@ def test_a_download_lands_in_the_root_and_is_found_from_then_on(tmp_path):
 
     assert first == second == tmp_path / "root" / "FashionMNIST" / "raw"
     assert sorted(p.name for p in first.iterdir()) == sorted(FILES)
-    assert sorted(p.name for p in (tmp_path / "root").iterdir()) == [
-        ".fashion-mnist.lock", "FashionMNIST"]
+    assert [p.name for p in (tmp_path / "root").iterdir()] == ["FashionMNIST"]
 
 
-def test_an_interrupted_download_leaves_no_partial_files(tmp_path):
+def test_an_interrupted_download_leaves_nothing(tmp_path):
     def break_off(target: Path) -> None:
         write(target / "FashionMNIST" / "raw", {FILES[0]: b"half"})
         raise RuntimeError("File not found or corrupted.")
@@ -214,13 +213,13 @@ def test_an_interrupted_download_leaves_no_partial_files(tmp_path):
     with pytest.raises(ConfigError, match="File not found or corrupted"):
         look(tmp_path / "root", tmp_path, break_off)
 
-    assert [p.name for p in (tmp_path / "root").iterdir()] == [".fashion-mnist.lock"]
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_process_waits_for_the_one_that_downloads_and_takes_its_files(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
-    lock = root / ".fashion-mnist.lock"
+    lock = os.open(root, os.O_RDONLY)
     program = f"""
 from pathlib import Path
 from trainer.tasks import fashion_mnist
@@ -228,11 +227,11 @@ def refuse(target): raise OSError("both download")
 print(fashion_mnist.find_dataset({str(root)!r}, {{"HOME": {str(tmp_path)!r}}},
                          system=Path({str(tmp_path / "system")!r}), download=refuse))
 """
-    with lock.open("a") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        wait_until(lambda: has_open(other.pid, lock))
-        provide(root)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: has_open(other.pid, root))
+    provide(root)
+    os.close(lock)
     output, _ = other.communicate(timeout=200)
 
     assert output.strip() == str(root / "FashionMNIST" / "raw")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 
 import numpy as np
@@ -129,17 +128,6 @@ def test_the_flag_of_the_model_is_model():
     assert parse_config(["--task.model", "resnet18"]).task.architecture == "resnet18"
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"validation_fraction": 1.0}, r"task\.validation_fraction is 1\.0"),
-    ({"validation_fraction": -0.1}, r"task\.validation_fraction is -0\.1"),
-    ({"architecture": "resnet18", "norm": "group"}, r"task\.norm group.*task\.model resnet18"),
-    ({"architecture": "resnet18", "dropout": 0.1}, r"task\.dropout 0\.1.*task\.model resnet18"),
-])
-def test_an_invalid_setting_is_refused_by_name(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Images(**fields).dataset("train")
-
-
 # --- models ---
 
 
@@ -190,19 +178,6 @@ class Fixed(torch.nn.Module):
         return self.logits[: len(images)]
 
 
-def test_the_loss_is_a_sum_with_its_count_and_the_number_of_right_answers():
-    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
-    labels = torch.tensor([0, 1, 2])
-
-    outcome = Images().loss(Fixed(logits), (torch.zeros(3, 1, 28, 28), labels))
-
-    by_hand = -sum(math.log(math.exp(row[label]) / sum(map(math.exp, row)))
-                   for row, label in zip(logits.tolist(), labels.tolist(), strict=True))
-    assert outcome.total.item() == pytest.approx(by_hand, rel=1e-6)
-    assert outcome.count == 3
-    assert outcome.metrics["accuracy"] == (2, 3)
-
-
 def test_labels_are_smoothed_in_training_only():
     logits, labels = torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
     batch = torch.zeros(4, 1, 28, 28), labels
@@ -215,20 +190,6 @@ def test_labels_are_smoothed_in_training_only():
     even = -functional.log_softmax(logits, 1).mean(1).sum()
     assert smooth.item() == pytest.approx((0.9 * sharp + 0.1 * even).item(), rel=1e-6)
     assert judged.item() == sharp.item()
-
-
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_a_micro_batch_of_no_samples_has_loss_0_and_gradients_of_0(norm):
-    task = Images(norm=norm, label_smoothing=0.1)
-    model = task.model()
-    batch = task.dataset("train").__getitems__([])
-
-    outcome = task.loss(model, batch)
-    outcome.total.backward()
-
-    assert (outcome.total.item(), outcome.count) == (0, 0)
-    assert outcome.metrics["accuracy"] == (0, 0)
-    assert all((p.grad == 0).all() for p in model.parameters())
 
 
 def test_a_model_of_ones_own_is_named_by_an_import_path():

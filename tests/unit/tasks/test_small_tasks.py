@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from trainer.data.batch import collate, empty
 from trainer.errors import ConfigError
 from trainer.task import BUILT_IN, find_task
 from trainer.tasks.images import Images
+from trainer.tasks.photos import Photos
 from trainer.tasks.shapes import Shapes
 from trainer.tasks.spiral import Spiral
 from trainer.tasks.text import NOT_COUNTED, Text
@@ -57,7 +59,39 @@ def test_a_picture_is_drawn_of_a_fresh_model(task):
     assert picture.std() > 1
 
 
-# --- synthetic data
+WRONG = {
+    Images: {"validation_fraction": [1.0, -0.1, math.nan], "dropout": [1.0], "norm": ["layer"],
+             "augment": ["crop"], "data": ["mnist"], "label_smoothing": [1], "temperature": [0.0],
+             "teacher_share": [1.1], "seed": ["1"]},
+    Photos: {"crop": [0], "resize": [-5], "class_weights": ["even"], "validation_fraction": [2]},
+    Shapes: {"images": [3], "width": [2, 6], "noise": [math.inf], "seed": [-1],
+             "balanced": [True]},
+    Spiral: {"points": [-5, 8], "noise": [-1], "width": [0], "seed": [-1]},
+    Text: {"context": [0], "heads": [0, 3], "layers": [0], "dropout": [1.5]},
+}
+
+
+@pytest.mark.parametrize(("task", "field", "value"), [
+    (task, field, value) for task, fields in WRONG.items()
+    for field, values in fields.items() for value in values])
+def test_a_wrong_setting_is_refused_by_its_flag(task, field, value):
+    flag = "width" if (field, value) == ("heads", 3) else field.replace("_", "-")
+
+    with pytest.raises(ConfigError, match=f"^--task.{flag} .*: (use|expected|masks) "):
+        task(**{field: value})
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Images(architecture="resnet18", norm="group"), "--task.norm group: .*cnn"),
+    (lambda: Images(architecture="resnet18", dropout=0.1), "--task.dropout 0.1: .*cnn"),
+    (lambda: Images(validation_fraction=0.99999).dataset("train"),
+     "--task.validation-fraction 0.99999: none of 12000 images"),
+    (lambda: Photos(root=".", crop=200, resize=40)._sizes(), "--task.resize 40: use the crop"),
+])
+def test_settings_that_do_not_fit_together_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
 
 # --- text
 
