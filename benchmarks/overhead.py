@@ -91,7 +91,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         run = build(*flags, f"--run-dir={folder / model}")
         by_hand = Hand(build(*flags, f"--run-dir={folder / 'by-hand'}"), watch)
         recorder = Recorder(by_hand, watch)
-        loader, objective = run.data.loader, run.trainable.compute.objective
+        loader, objective = run.loader, run.trainable.compute.objective
         loader._source = Timed(loader._source, watch)
         objective.loss = watch.around(objective.loss)  # type: ignore[method-assign]
         time_updates(run.setup.optimizer, run.setup.schedule, watch)
@@ -142,7 +142,7 @@ class Hand:
 
     def __init__(self, run: Any, watch: Stopwatch) -> None:
         self._run, self._watch, self._clip = run, watch, watch.around(clip_grad_norm_)
-        self._source = Timed(run.data.loader._source, watch)
+        self._source = Timed(run.loader._source, watch)
         self._loss = watch.around(run.trainable.compute.objective.loss)
         groups = [{name: group[name] for name in ("params", "lr", "weight_decay")}
                   for group in run.setup.optimizer.param_groups]

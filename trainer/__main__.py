@@ -32,10 +32,8 @@ _PRELOADED: dict[tuple[str, ...], Any] = {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, or run the command that the first argument names; returns the exit code.
-
-    Called by `python -m trainer`, and by `python -m launch` in each rank.
-    """
+    """Train, or run the command that the first argument names; returns the exit code. Called by
+    `python -m trainer`, and by `python -m launch` in each rank."""
     fill_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -68,12 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preload(argv: Sequence[str]) -> int:
-    """Import, parse and read what all ranks need.
-
-    `python -m launch` calls this once, in the server that ranks are forked from: it runs no tensor
-    operation, starts no thread and uses no device. Returns the exit code: 0, or 2 after an error
-    has been printed.
-    """
+    """Import, parse and read what all ranks need; returns the exit code: 0, or 2 after a printed
+    error. `python -m launch` calls this once, in the server that ranks are forked from: it runs no
+    tensor operation, starts no thread and uses no device."""
     if argv and argv[0] in COMMANDS:
         return 0
 

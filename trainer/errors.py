@@ -20,15 +20,11 @@ PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 class TrainerError(Exception):
-    """Base class of errors that end the run with a specific exit code.
-
-    Attributes:
-        origin_rank: the rank that raised the error first, if another rank has reported it to this
-            one.
-    """
+    """Base class of errors that end the run with a specific exit code."""
 
     exit_code = EXIT_FAILURE
     origin_rank: int | None = None
+    """The rank that raised the error first, if it has reported it to this one."""
 
 
 def from_rank(rank: int, error: TrainerError) -> TrainerError:

@@ -11,17 +11,13 @@ from trainer.telemetry.status import Phase
 
 
 def train(run: Run) -> dict[str, object]:
-    """Collective. Train from the current position to the last step.
-
-    Returns:
-        the contents of summary.json.
+    """Collective. Train from the current position to the last step; returns the summary.
 
     Raises:
         StopRequested: a rank was asked to stop; the last complete step is saved.
     """
     config, intervals, status = run.context.config, run.setup.intervals, run.context.status
-    training, record, guard = run.training, run.record, run.guard
-    state, loader, progress = training.state, training.loader, training.state.progress
+    state, loader, guard, progress = run.state, run.loader, run.guard, run.state.progress
     last, save_requested = intervals.total, False
     handle_bad_streak(run)
     while True:
@@ -41,14 +37,15 @@ def train(run: Run) -> dict[str, object]:
             return finish(run)
 
         status.enter(Phase.TRAIN)
-        result = training.step(loader.window(), requests=guard.requests)
+        result = run.step(loader.window(), requests=guard.requests)
         if result is None:
             loader.next_epoch()
             continue
         status.complete_step(progress.step)
         if not result.skipped:
             state.meter.add(result.sums.loss, result.sums.count)
-        record.step(result, waited_s=loader.waited_s, save_stall_s=guard.checkpoint.save_stall_s)
+        run.record.step(result, waited_s=loader.waited_s,
+                        save_stall_s=guard.checkpoint.save_stall_s)
         if result.skip_reason:
             report_skipped_step(run, result)
         if result.sums.replaced:

@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     epoch: int
     sums: StepSums
     lrs: tuple[float, ...]
-    """Learning rates of this step's update, one per parameter group."""
+    """Of this step's update, one per parameter group."""
     grad_norm: float
     """Global norm of the mean gradient before clipping."""
     scale: float | None
@@ -86,10 +86,9 @@ class ModelFacts:
     """What the warm-up has found out about the model and the loss."""
 
     mutates_batch: bool = False
-    """Whether the loss changes its batch, whose memory may belong to the data set."""
+    """The loss changes its batch, whose memory may belong to the data set."""
     moves_parameters: bool = False
-    """Whether the forward changes parameters on some rank. Within a step they are then not those of
-    the last step boundary."""
+    """The forward changes parameters: within a step they aren't those of the last boundary."""
     replicated_buffers: Container[Tensor] = frozenset()
     """All buffers that the forward changes: equal on all ranks at a step boundary."""
     local_buffers: tuple[Tensor, ...] = ()
@@ -100,13 +99,7 @@ class ModelFacts:
 
 class ForwardBackward:
     """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
-
-    Args:
-        objective: module whose forward returns the loss.
-        wrapped: the objective, under DDP if there are several ranks.
-        state: optimizer, scaler and seed of the run.
-        autocast: factory of contexts for the forward.
-    """
+    `wrapped` is the objective, under DDP if there are several ranks."""
 
     def __init__(
         self, objective: Objective, wrapped: nn.Module, state: TrainState, marks: ProgressMarks,
@@ -130,10 +123,8 @@ class ForwardBackward:
     def __call__(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
     ) -> None:
-        """Collective. Compute a micro-batch; reduce after the last one of a step.
-
-        A `rehearsal` is not part of a step; nothing is injected in it.
-        """
+        """Collective. Compute a micro-batch; reduce after the last one of a step. A `rehearsal` is
+        not part of a step; nothing is injected in it."""
         spec = micro.spec
         mark = self.marks.mark if not rehearsal else self.marks.rehearse
         mark(Phase.FORWARD, spec.step, spec.epoch)
@@ -172,10 +163,8 @@ class Step:
     reduction: Reduction = iter
     """The default leaves the reduction to DDP."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
-    """Factory of contexts that detect the origin of a NaN."""
     min_samples: int = 0
-    """Minimum number of samples in a window. A window at the end of a stream's epoch may have
-    fewer; it gives no step."""
+    """A window with fewer samples, at the end of a stream's epoch, gives no step."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
 
@@ -205,14 +194,9 @@ class Step:
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
     ) -> StepResult | None:
-        """Collective. Consume the next global batch, and apply or skip the update of the weights.
-
-        Args:
-            micro_batches: those of this rank; the last one has `spec.last`.
-            requests: returns this rank's requests of all ranks.
-
-        Returns None, on all ranks, if the window had fewer samples than `min_samples`.
-        """
+        """Collective. Consume this rank's micro-batches of the next global batch, the last of which
+        has `spec.last`, and apply or skip the update of the weights. Returns None, on all ranks, if
+        the window had fewer samples than `min_samples`."""
         start, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.excluded_steps:
             return self._skip_batch(micro_batches, step)
@@ -260,8 +244,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
-            save_stall_s=save_stall_s,
-            communication_s=self.compute.communication.take_wait_s())
+            save_stall_s=save_stall_s, communication_s=self.compute.communication.take_wait_s())
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
@@ -272,17 +255,15 @@ class Step:
         self.compute(micro, requests=requests, rehearsal=rehearsal)
 
     def _broadcast_buffers(self) -> None:
-        """Collective. Make buffers equal on all ranks that the forward changes on each rank.
-
-        The last rank is the source: it has an empty micro-batch only at the end of a stream's
-        epoch. No collective follows in the step, so a rank that loses a peer has applied either
-        the whole update or nothing of it.
-        """
+        """Collective. Make buffers equal on all ranks that the forward changes on each rank. The
+        last rank is the source: it has an empty micro-batch only at the end of a stream's epoch. No
+        collective follows in the step, so a rank that loses a peer has applied either the whole
+        update or nothing of it."""
         if self.facts.local_buffers:
             self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
 
     def _prepare_update(self, step: int) -> float:
-        """Wait for a save to copy the state, in seconds, and key the randomness of the update."""
+        """Wait for a save to copy the state; key the randomness of the update. Returns seconds."""
         began = time.perf_counter()
         self.before_update()
         save_stall_s = time.perf_counter() - began

@@ -26,8 +26,7 @@ from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
-from trainer.run import state_dict_checks
-from trainer.run.hidden_state import differing, same, values
+from trainer.run.hidden_state import check_state_dict, differing, same, values
 from trainer.step import Step
 from trainer.task import SPLITS, Outcome, check_outcome, task_figures, uncalled_methods
 
@@ -200,7 +199,7 @@ def _check_model(case: _Case) -> Iterator[str]:
         yield "the model has no trainable parameter, so there is nothing to train."
     else:
         try:
-            state_dict_checks.check_state_dict(model)
+            check_state_dict(model)
         except ConfigError as error:
             yield str(error).removeprefix("--task: ")
 

@@ -105,7 +105,7 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
     with (World.form(device=DEVICE, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
         run = start(build(config, world, log, StopSignals(), watchdog.marks))
-        step, loader = run.training.step, run.training.loader
+        step, loader = run.step, run.loader
         step(loader.window())  # an optimizer state, and other weights
         micros = list(loader.window())
         step.boundary.buffers.keep()

@@ -36,7 +36,7 @@ from trainer.errors import (
 )
 from trainer.optim import compile_cache
 from trainer.resilience.diagnosis import Failure
-from trainer.resilience.stop_signals import STOP_SIGNALS, StopSignals, attend
+from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.locks import release_locks
@@ -58,7 +58,6 @@ class Trained:
     summary: dict[str, Any]
     """Content of summary.json."""
     folder: Path
-    """The run folder."""
 
 
 def train(config: Config[Any]) -> Trained:
@@ -88,13 +87,11 @@ def train(config: Config[Any]) -> Trained:
     if not _IN_PROGRESS.acquire(blocking=False):
         raise RuntimeError("train() is running in this process already, and another training "
                            "would change its random states; start another process for it.")
+    as_rank = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     try:
         try:
             with _process_settings_restored():
-                if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-                    _train_as_rank(config)
-                else:
-                    _train_in_process(config)
+                (_train_as_rank if as_rank else _train_in_process)(config)
         finally:
             gc.collect()  # the objects of a run form reference cycles and hold device memory
         return _load_result(config)
@@ -104,9 +101,8 @@ def train(config: Config[Any]) -> Trained:
 
 def _resolve(config: Config[Any]) -> Config[Any]:
     """Return the configuration with an instance of the task and with an absolute run folder."""
-    task, kind = config.task, config.task
-    if isinstance(task, str):
-        kind = find_task(task)
+    task = config.task
+    kind = find_task(task) if isinstance(task, str) else task
     if isinstance(kind, type):
         try:
             task = kind()
@@ -131,13 +127,11 @@ def _is_reconstructible(config: Config[Any], task: Any) -> bool:
     kind = type(task)
     module = sys.modules.get(kind.__module__)
     named = kind.__module__ != "__main__" and getattr(module, kind.__qualname__, None) is kind
-    if not named or not dataclasses.is_dataclass(task):
-        return False
-    try:
-        command_line.to_toml(dataclasses.replace(config, task=task))
-    except ConfigError:
-        return False
-    return True
+    if named and dataclasses.is_dataclass(task):
+        with contextlib.suppress(ConfigError):
+            command_line.to_toml(dataclasses.replace(config, task=task))
+            return True
+    return False
 
 
 def _train_as_rank(config: Config[Any]) -> None:
@@ -200,10 +194,7 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
         if repeated or log.status.has_nothing_at_stake:  # a second Ctrl-C, or nothing to save
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_STOPPED)
 
-    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
-            signal.signal(number, handle)
+    before = {signal.SIGCHLD: signal.getsignal(signal.SIGCHLD)} | handle_stop_signals(handle)
     try:
         yield
     finally:

@@ -100,13 +100,13 @@ def _run_range_test(
     rates: list[float] = []
     losses: list[float] = []
     with scratch_run(argv, steps=points, command="lr-find") as run:
-        loader, groups = run.training.loader, run.training.state.optimizer.param_groups
+        loader, groups = run.loader, run.state.optimizer.param_groups
         shares = [group["lr"] / run.context.config.optim.lr for group in groups]
         for number in range(points):
             rate = low * (high / low) ** (number / (points - 1))
             for group, share in zip(groups, shares, strict=True):
                 group["lr"] = rate * share
-            result = run.training.step(loader.window())
+            result = run.step(loader.window())
             if result is None:  # the stream's epoch has ended
                 loader.next_epoch()
                 continue

@@ -89,8 +89,8 @@ def main(argv: Sequence[str]) -> int:
             for number in range(WARM_UP + options.active):
                 if number == WARM_UP:
                     clock.switch("between steps")
-                loader = run.training.loader
-                result = run.training.step(loader.window())
+                loader = run.loader
+                result = run.step(loader.window())
                 if result is None:  # the stream's epoch has ended
                     loader.next_epoch()
                 else:

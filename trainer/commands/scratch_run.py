@@ -55,6 +55,6 @@ def scratch_run(
                 log.status.enter(Phase.TRAIN)
                 yield run
             finally:
-                built.data.loader.close()
+                built.loader.close()
                 built.record.metrics.close()
                 log.close()

@@ -55,29 +55,21 @@ class CurrentRun:
 
 
 class RankProcess:
-    """The process of one rank.
-
-    Args:
-        stop: the requests to stop this rank; its signal handlers are installed.
-        commands: names of the other commands, for the error message about an unknown one.
-    """
+    """The process of one rank. The handlers of `stop` are installed; `commands` are the names of
+    the other commands, for the error message about an unknown one."""
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
         self._stop, self._commands = stop, ", ".join(commands)
         self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
         self._failure, self._current = Failure(self._log), CurrentRun()
-        self._grace_s = math.inf
-        self._complete = False
+        self._grace_s, self._complete = math.inf, False
 
     def run(
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
         is_program: bool = True,
     ) -> int:
-        """Train, by the arguments or a configuration; returns the exit code.
-
-        Args:
-            is_program: the process ends after training; otherwise it belongs to the user.
-        """
+        """Train, by the arguments or a configuration; returns the exit code. The process ends
+        afterwards if it `is_program`; otherwise it belongs to the user."""
         code, last_words = EXIT_FAILURE, ""
         try:
             code = self._train(arguments, config)
@@ -162,8 +154,7 @@ class RankProcess:
 
     def _leave_late(self) -> int:
         """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
-        exit code.
-        """
+        exit code."""
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
@@ -237,25 +228,23 @@ def _survive(
     guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
     """Save what can be saved after an error. Raises StopRequested in place of an error that came
-    while a stop was requested, if nothing is lost.
-    """
+    while a stop was requested, if nothing is lost."""
     if isinstance(error, TrainerError):
         guard.abandon()
         return
-    log, secondary, asked = guard.context.log, lost_peer(error), stop.requested
-    if secondary and stop.only_from(agent):
-        asked = False  # torchrun's reaction to the death of that peer
+    log, secondary = guard.context.log, lost_peer(error)
+    # A signal from the launcher alone is torchrun's reaction to the death of the peer.
+    asked = stop.requested and not (secondary and stop.only_from(agent))
     if not asked:
         failure.note(error, step=guard.current_step)
     kept = guard.emergency_save(own=not secondary)
     guard.abandon()
-    if not (asked and kept):
-        return
-    stop.leave_if_idle()
-    log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
-                f"{type(error).__name__}: {error}")
-    raise StopRequested(f"stopped on request after step {log.status.step}; "
-                        "run the same command to continue") from error
+    if asked and kept:
+        stop.leave_if_idle()
+        log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
+                    f"{type(error).__name__}: {error}")
+        raise StopRequested(f"stopped on request after step {log.status.step}; "
+                            "run the same command to continue") from error
 
 
 def show_cause(error: BaseException) -> None:
@@ -280,10 +269,8 @@ def _name_threads(log: Log) -> None:
 
 
 def _end_workers() -> None:
-    """Kill loader processes that are left after a failure.
-
-    They ignore SIGTERM, which Python would send them at exit before it waits for them.
-    """
+    """Kill loader processes that are left after a failure. They ignore SIGTERM, which Python would
+    send them at exit before it waits for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each process
     for process in multiprocessing.active_children():
         if process.daemon:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.checkpoint.restore import find_checkpoint
 from trainer.data import batch as batches
@@ -24,17 +25,39 @@ SHOWN = 8
 """Maximal number of causes in a message."""
 SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 """Largest value with a finite square."""
+MAX_MISMATCHES = 4
+"""Number of consecutive mismatches in the same steps that are no longer a transient fault."""
+
+
+def report_skipped_step(run: Run, result: StepResult) -> None:
+    """Collective. Report a step without an update, and roll back after too many in a row."""
+    if result.skip_reason not in BAD_REASONS:
+        return
+    world, log, progress, step = run.context.world, run.context.log, run.state.progress, run.step
+    nonfinite = run.context.config.nonfinite
+    parameters = [name for name, parameter in step.compute.model.named_parameters()
+                  if parameter.grad is not None and not _is_finite(parameter.grad)]
+    causes = (find_causes(step, run.loader.read, world)
+              if result.skip_reason == NONFINITE else [])
+    run.state.key_rng(world.rank)
+    why = (describe_causes(causes, parameters, len(step.parameters), count=result.sums.count)
+           if result.skip_reason == NONFINITE
+           else "the loss is far above the recent ones (--nonfinite.spike-z)")
+    log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
+              parameters=parameters, loss=str(result.sums.loss))
+    log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
+                  f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
+                  f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
+                  f"--nonfinite.max-total {nonfinite.max_total})")
+    handle_bad_streak(run, why)
 
 
 def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[dict[str, Any]]:
-    """Collective. Find the micro-batches of all ranks that made the last step bad.
+    """Collective. Find the micro-batches that made the last step bad; `window` are this rank's.
 
     These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
     computed again, and those whose gradients or buffers are not finite count. There are none if
     the computation is finite now: then the hardware or an injected fault was the cause.
-
-    Args:
-        window: this rank's micro-batches of the step, on the host.
 
     Returns:
         for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
@@ -46,52 +69,82 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
     if not any(world.gather_json(bool(bad))):
         bad = _recompute(step, window, keeps_buffers=world.rank == world.size - 1)
-    mine = [
-        {"rank": world.rank, "micro_batch": window[i].spec.number,
-         "samples": list(window[i].spec.indices), "loss": str(losses[i]),
-         "input": _beyond(window[i], SQUARED if buffers else math.inf), "buffers": buffers}
-        for i, buffers in bad.items()
-    ]  # fmt: skip
+    mine = [{"rank": world.rank, "micro_batch": window[i].spec.number,
+             "samples": list(window[i].spec.indices), "loss": str(losses[i]),
+             "input": _beyond(window[i], SQUARED if buffers else math.inf), "buffers": buffers}
+            for i, buffers in bad.items()]
     causes = [cause for causes in world.gather_json(mine) for cause in causes]
     # Synchronised batch norm spreads a bad input to all ranks: then only its origin counts.
     return [cause for cause in causes if cause["input"]] or causes
 
 
-def bad_parameters(step: Step) -> list[str]:
-    """Names of the parameters with non-finite reduced gradients; equal on all ranks."""
-    return [name for name, parameter in step.compute.model.named_parameters()
-            if parameter.grad is not None
-            and not bool(torch.isfinite(parameter.grad.to_dense()).all())]
+def _recompute(
+    step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
+) -> dict[int, list[str]]:
+    """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
+    buffers or gradients. Every rank computes all of its own, so that collectives pair up. Buffers
+    of an empty micro-batch count if the step takes its buffers from this rank."""
+    parameters, buffers, bad = step.parameters, step.boundary.buffers, {}
+    buffers.keep()
+    try:
+        for i, micro in enumerate(window):
+            step.optimizer.zero_grad(set_to_none=True)  # avoid memory for a second set of gradients
+            batch = batches.to_device(micro.batch, parameters[0].device)
+            spec = dataclasses.replace(micro.spec, last=False)
+            step.forward_backward(MicroBatch(spec, batch), rehearsal=True)
+            names = buffers.nonfinite_names() if micro.samples or keeps_buffers else []
+            if names or not all(_is_finite(p.grad) for p in parameters if p.grad is not None):
+                bad[i] = names
+            buffers.put_back()
+    finally:  # if a peer dies in the meantime, this step boundary may be saved
+        buffers.put_back()
+        step.objective.forget()
+    return bad
 
 
-def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
-                      trainable: int, *, count: float = 1.0) -> str:
-    """Describe the cause of a bad step and a remedy; `count` divides the loss of the step."""
-    if reason != NONFINITE:
-        return "the loss is far above the recent ones (--nonfinite.spike-z)"
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(torch.isfinite(gradient.to_dense()).all())
+
+
+def _beyond(micro: MicroBatch, limit: float) -> list[int]:
+    """Indices of the samples with a value that is not below the limit."""
+    indices, found = micro.spec.indices, set()
+    for tensor in batches.tensors(micro.batch):
+        per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
+        if tensor.is_floating_point() and per_sample:
+            within = (tensor.reshape(len(tensor), -1).abs() < limit).all(1)
+            found |= {indices[i] for i in (~within).nonzero().flatten().tolist()}
+    return sorted(found)
+
+
+def describe_causes(
+    causes: Sequence[dict[str, Any]], parameters: Sequence[str], trainable: int, *, count: float
+) -> str:
+    """Describe why a step is not finite, and a remedy; `count` divides the loss of the step."""
     parts = []
     for cause in causes[:SHOWN]:
-        place = (f"micro-batch {cause['micro_batch']} (samples {listed(cause['samples'])})"
-                 if cause["samples"] else "an empty micro-batch, which must change no buffer"
-                 if cause["buffers"] else
+        samples, buffers = cause["samples"], cause["buffers"]
+        place = (f"micro-batch {cause['micro_batch']} (samples {listed(samples)})" if samples else
+                 "an empty micro-batch, which must change no buffer" if buffers else
                  "an empty micro-batch: the loss of 0 samples must be 0")
-        what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"]))
-                else f"its forward makes {listed(cause['buffers'])} non-finite"
-                if cause["buffers"] else "the gradient is not finite")
+        what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"])) else
+                f"its forward makes {listed(buffers)} non-finite" if buffers else
+                "the gradient is not finite")
         parts.append(f"{what} on rank {cause['rank']}, {place}")
         if cause["input"]:
-            parts.append(("values without a finite square" if cause["buffers"] else
-                          "the input was already non-finite")
-                         + f": samples {listed(cause['input'])}")
-    if not causes and not 0 < count < math.inf:
-        parts.append(f"the sum of Outcome.count over all micro-batches, which divides the loss, is "
-                     f"{count:g}; return the number of summed values in the task's loss")
-    elif not causes:
-        parts.append("the same computation is finite now, so data and weights are not the cause")
-    which = "all" if len(parameters) == trainable else str(len(parameters))
-    some = "" if len(parameters) == trainable else f": {listed(parameters)}"
+            known = ("values without a finite square" if buffers else
+                     "the input was already non-finite")
+            parts.append(f"{known}: samples {listed(cause['input'])}")
+    if not causes:
+        parts.append(
+            "the same computation is finite now, so data and weights are not the cause"
+            if 0 < count < math.inf else
+            f"the sum of Outcome.count over all micro-batches, which divides the loss, is {count:g}"
+            "; return the number of summed values in the task's loss")
     if parameters:
-        parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
+        some = (f"all of {trainable} parameters" if len(parameters) == trainable else
+                f"{len(parameters)} of {trainable} parameters: {listed(parameters)}")
+        parts.append(f"gradients not finite: {some}")
     if any(cause["input"] for cause in causes):
         parts.append("correct these samples, or exclude them in the data set")
     elif any(cause["buffers"] and cause["samples"] for cause in causes):
@@ -104,102 +157,37 @@ def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters:
     return "; ".join(parts)
 
 
-def _recompute(
-    step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
-) -> dict[int, list[str]]:
-    """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
-    buffers or gradients. Every rank computes all of its own, so that collectives pair up.
-
-    Args:
-        keeps_buffers: the step takes its buffers from this rank, so those of an empty micro-batch
-            count too.
-    """
-    parameters, bad = step.parameters, {}
-    buffers = step.boundary.buffers
-    buffers.keep()
-    try:
-        for i, micro in enumerate(window):
-            step.optimizer.zero_grad(set_to_none=True)  # avoid memory for a second set of gradients
-            batch = batches.to_device(micro.batch, parameters[0].device)
-            spec = dataclasses.replace(micro.spec, last=False)
-            step.forward_backward(MicroBatch(spec, batch), rehearsal=True)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            names = buffers.nonfinite_names() if micro.samples or keeps_buffers else []
-            if names or not all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients):
-                bad[i] = names
-            buffers.put_back()
-    finally:  # if a peer dies in the meantime, this step boundary may be saved
-        buffers.put_back()
-        step.objective.forget()
-    return bad
-
-
-def _beyond(micro: MicroBatch, limit: float) -> list[int]:
-    """Indices of the samples with a value that is not below the limit."""
-    indices = micro.spec.indices
-    found = set()
-    for tensor in batches.tensors(micro.batch):
-        per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
-        if tensor.is_floating_point() and per_sample:
-            within = (tensor.reshape(len(tensor), -1).abs() < limit).all(1)
-            found |= {indices[i] for i in (~within).nonzero().flatten().tolist()}
-    return sorted(found)
-
-
-MAX_MISMATCHES = 4
-"""Number of consecutive mismatches in the same steps that are no longer a transient fault."""
-
-
-def report_skipped_step(run: Run, result: StepResult) -> None:
-    """Collective. Report a step without an update, and roll back after too many in a row."""
-    if result.skip_reason not in BAD_REASONS:
-        return
-    world, log, training = run.context.world, run.context.log, run.training
-    nonfinite, progress, step = run.context.config.nonfinite, training.state.progress, training.step
-    parameters = bad_parameters(step)
-    causes = (find_causes(step, training.loader.read, world)
-              if result.skip_reason == NONFINITE else [])
-    training.state.key_rng(world.rank)
-    why = describe_bad_step(result.skip_reason, causes, parameters, len(step.parameters),
-                            count=result.sums.count)
-    log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
-              parameters=parameters, loss=str(result.sums.loss))
-    log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
-                  f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
-                  f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
-                  f"--nonfinite.max-total {nonfinite.max_total})")
-    handle_bad_streak(run, why)
-
-
 def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> None:
-    """Collective. Roll back after too many consecutive bad steps.
-
-    Also called at a start: a rank may have died after the last of them, before the roll-back.
-
-    Raises:
-        NonFinite: more than --nonfinite.max-total bad steps.
-    """
-    progress, most = run.training.state.progress, run.context.config.nonfinite.max_total
+    """Collective. Roll back after too many consecutive bad steps, and exclude their batches; raise
+    NonFinite after more than --nonfinite.max-total bad steps. Also called at a start: a rank may
+    have died after the last of them, before the roll-back."""
+    progress, at, most = (run.state.progress, run.state.progress.step,
+                          run.context.config.nonfinite.max_total)
     row, total = progress.consecutive_bad_steps, len(progress.bad)
     if row and total > most:
         raise NonFinite(
-            f"step {progress.step}: {total} steps had an unusable loss or gradient, and "
+            f"step {at}: {total} steps had an unusable loss or gradient, and "
             f"--nonfinite.max-total is {most}; the last one: {why}. The newest checkpoint is from "
             "before; correct the cause, or raise the limit, and run the command again.")
-    if run.guard.must_roll_back:
-        _exclude(run, row)
+    if not run.guard.must_roll_back:
+        return
+    # Prefer a checkpoint from before these steps: later ones hold the same weights, which may be
+    # the cause.
+    if any(_roll_back(run, exclude=row, newest=step) for step in (row[0] - 1, at)):
+        what = f"rolled back to step {progress.step}"
+    else:  # their updates were skipped, so the weights are those from before
+        progress.exclude(row)
+        what = ("there is no checkpoint to roll back to, so the run continues with the weights "
+                "from before them")
+    run.context.log.warn_once(f"step {at}: batches {', '.join(map(str, row))} are excluded from "
+                              f"now on; {what}")
 
 
 def replicas_match(run: Run) -> bool:
-    """Collective. Compare weights and optimizer state of all ranks, and roll back if they differ.
-
-    Returns:
-        False after a roll-back to the last checkpoint at which they were equal.
-
-    Raises:
-        RanksDiffer: no such checkpoint is left, or ranks differed too often.
-    """
-    check, step, log = run.training.replica_check, run.training.state.progress.step, run.context.log
+    """Collective. Compare weights and optimizer state of all ranks; if they differ, roll back to
+    the last checkpoint at which they were equal, and return False. Raises RanksDiffer if there is
+    none, or if they differ too often."""
+    check, step, log = run.replica_check, run.state.progress.step, run.context.log
     if run.context.world.size == 1 or check.step == step or not run.setup.intervals.verify:
         return True
     found = check.check(step)
@@ -229,34 +217,12 @@ def replicas_match(run: Run) -> bool:
     return False
 
 
-def _exclude(run: Run, row: Sequence[int]) -> None:
-    """Collective. Roll back, and exclude the batches of these steps from now on."""
-    progress, at = run.training.state.progress, run.training.state.progress.step
-    # Prefer a checkpoint from before these steps: later ones hold the same weights, which may be
-    # the cause.
-    rolled_back = any(_roll_back(run, exclude=row, newest=step) for step in (row[0] - 1, at))
-    if not rolled_back:  # their updates were skipped, so the weights are those from before
-        progress.exclude(row)
-    excluded = ", ".join(map(str, row))
-    run.context.log.warn_once(
-        f"step {at}: batches {excluded} are excluded from now on; "
-        + (f"rolled back to step {progress.step}" if rolled_back else
-           "there is no checkpoint to roll back to, so the run continues with the weights from "
-           "before them"))
-
-
-def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = None) -> bool:
-    """Collective. Restore the newest checkpoint up to `newest` in a new generation, and save it at
-    once, so that no later restart continues from the abandoned steps.
-
-    Args:
-        exclude: steps whose batches are excluded from now on.
-
-    Returns:
-        False if there is no checkpoint.
-    """
+def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
+    """Collective. Restore the newest checkpoint up to step `newest` in a new generation, and save
+    it at once, so that no later restart continues from the abandoned steps; exclude the batches of
+    the steps `exclude` from now on. Returns False if there is no checkpoint."""
     world, status, checkpoint = run.context.world, run.context.status, run.guard.checkpoint
-    progress, at = run.training.state.progress, run.training.state.progress.step
+    progress, at = run.state.progress, run.state.progress.step
     if not exclude:  # ranks differ: the state of a survivor must not be saved
         status.enter(Phase.ROLL_BACK)
     checkpoint.finish_pending()
@@ -273,7 +239,7 @@ def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = No
         progress.exclude(excluded, bad=bad)
         checkpoint.save("periodic")
         checkpoint.finish_pending()
-    run.training.replica_check.restart_at(found.step)
+    run.replica_check.restart_at(found.step)
     status.move_to(found.step)
     run.context.log.event("rollback", at_step=at, to_step=found.step,
                           left_out=progress.excluded_steps, generation=checkpoint.generation)

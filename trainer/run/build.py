@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
 from trainer.run.context import Context, Resumption, RunFolder
-from trainer.run.evaluate import make_evaluator
+from trainer.run.evaluate import Evaluator, make_evaluator
 from trainer.run.guard import Guard
 from trainer.run.pictures import Pictures
-from trainer.run.prepare import Setup, loader_workers, prepare, refuse_unreachable_faults
+from trainer.run.prepare import Setup, loader_workers, prepare
 from trainer.run.recorders import open_metrics, open_source, open_timing
-from trainer.run.run import BuiltRun, Record, RunData, Trainable
+from trainer.run.run import BuiltRun, Record, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
 from trainer.step import ForwardBackward, Reduction
 from trainer.storage import files, layout
@@ -73,58 +73,59 @@ def build(
     metrics = Metrics()
     trainable = _make_trainable(context, setup, folder, resumption, metrics)
     marks.mark(Phase.START, resumption.position)
-    data = _open_data(context, setup, trainable, resumption)
+    loader = Loader(open_source(context, setup, trainable.state, resumption.found),
+                    device=world.device, marks=marks, log=log,
+                    at_once=not loader_workers(config, setup.data["train"], world))
+    validation, test = (_evaluator(context, setup, trainable, split)
+                        for split in ("validation", "test"))
     record = _open_record(context, setup, folder, resumption, metrics)
-    guard = Guard(
-        context=context, intervals=setup.intervals, lock=folder.lock, faults=trainable.faults,
-        state=trainable.state, boundary=trainable.boundary, checkpoint=trainable.checkpoint,
-        loader=data.loader, metrics=metrics, timing=record.timing,
-    )  # fmt: skip
+    guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
+                  faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
+                  checkpoint=trainable.checkpoint, loader=loader, metrics=metrics,
+                  timing=record.timing)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
-                    trainable=trainable, data=data, record=record, guard=guard)
+                    trainable=trainable, loader=loader, validation=validation, test=test,
+                    record=record, guard=guard)
 
 
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     """Collective. Find out which run the folder holds; nothing is written yet."""
-    config, world, path, marks = context.config, context.world, context.path, context.marks
+    config, world, path = context.config, context.world, context.path
     identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    refuse_unreachable_faults(faults, config, setup, world, first=identity.attempt == 0)
+    # A later start may have another number of ranks.
+    fixed = not (identity.attempt or world.has_nodes or config.parallel.reduction == "canonical")
+    fault_injection.refuse_unreachable(faults, ranks=world.size if fixed else None,
+                                       total=setup.intervals.total)
     store = Store(path / layout.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
                   keep_every=setup.steps(config.checkpoint.keep_every) or None,
-                  guard=lock.committing, mark=marks.mark)
+                  guard=lock.committing, mark=context.marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
 def _find_resumption(
     context: Context, setup: Setup, folder: RunFolder, named: Path, init: Path
 ) -> Resumption:
-    """Collective. Find the checkpoint to continue from, or begin with initial weights.
-
-    Args:
-        named: the folder that --resume names.
-        init: the weights that --init names.
-    """
+    """Collective. Find the checkpoint to continue from (`named` by --resume, if this run has none),
+    or begin with initial weights (`init`)."""
     config, world, log = context.config, context.world, context.log
     found = _find_checkpoint(context, folder, named)
-    decision = compatibility.ResumeDecision()
-    initial_weights: Sequence[str] = ()
-    if found is not None:
-        then = found.state.circumstances
-        same_ranks = then.get("world_size") == world.size
-        if config.world.threads == "auto" and "threads" in then and (
-                same_ranks or config.parallel.reduction == "canonical"):
-            world.use_threads(then["threads"])  # bits depend on their number
+    then = {} if found is None else found.state.circumstances
+    if config.world.threads == "auto" and "threads" in then and (
+            then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
+        world.use_threads(then["threads"])  # bits depend on their number
     circumstances = {
         "task": command_line.task_path(config.task), "data": setup.fingerprint,
         "world_size": world.size, "threads": world.threads,
         "device": run_dir.device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "numpy": np.__version__,
-    }  # fmt: skip
+        "torch": torch.__version__, "numpy": np.__version__}
+    decision, initial_weights = compatibility.ResumeDecision(), list[str]()
+    position = waited = 0
     if found is not None:
         decision = compatibility.compare_settings(config, found.state.settings, now=circumstances,
                                                   then=then, before=found.state.inexact)
+        position, waited = found.state.progress.step, found.state.best.waited
     else:
         if config.init is not None:
             initial_weights = world.agree(partial(
@@ -132,9 +133,7 @@ def _find_resumption(
                 strict=config.init_strict == "on"))
         startup_checks.check_weights(setup, world, log)
         startup_checks.check_sample_reproducibility(setup, log, config.seed)
-    position = 0 if found is None else found.state.progress.step
     log.status.move_to(position)
-    waited = 0 if found is None else found.state.best.waited
     if position >= setup.intervals.total or 0 < config.eval.patience <= waited:
         run_dir.refuse_finished(context.path, world, position)
     return Resumption(found=found, decision=decision, position=position,
@@ -164,8 +163,10 @@ def _enter_folder(
     run_dir.enter(path, folder.identity, folder.lock, world, log)
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
     folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
+    # If configuration or task have changed, a failure at the same step is no repetition.
+    version = xxhash.xxh3_64(command_line.to_toml(config).encode() + task.source_code(config.task))
     run_dir.begin(path, events, world, log, position=resumption.position,
-                  version=_version(config), max_same_step=config.restart.max_same_step)
+                  version=version.hexdigest(), max_same_step=config.restart.max_same_step)
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
@@ -191,18 +192,15 @@ def _make_trainable(
         model=setup.model, optimizer=setup.optimizer, schedule=setup.schedule,
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
-        num_ranks=world.size,
-        parts={"horizon": setup.lengths, "health": health},
-        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
-    )  # fmt: skip
+        num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
+        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None)
     attempt = {"settings": compatibility.settings(config),
                "circumstances": resumption.circumstances,
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=log, marks=marks,
         record=RunRecord(run_id=folder.identity.run, metrics=metrics, attempt=attempt),
-        config=config.checkpoint,
-    )  # fmt: skip
+        config=config.checkpoint)
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))
     faults = _arm(context, folder, objective, state, checkpoint)
@@ -225,8 +223,7 @@ def _wrap(
         options["nonfinite"] = boundary.buffers.nonfinite
     objective = ddp.Objective(
         setup.model, setup.task.loss, num_ranks=world.size if group else 1,
-        nominal_count=config.batch.global_size, device=world.device, **options,
-    )  # fmt: skip
+        nominal_count=config.batch.global_size, device=world.device, **options)
     wrapped = ddp.wrap(objective, group=group, device=world.device,
                        bucket_mb=config.parallel.bucket_mb,
                        find_unused=config.parallel.find_unused == "on")
@@ -263,46 +260,31 @@ def _arm(
         folder.faults, rank=context.world.rank, attempt=folder.identity.attempt,
         marks=context.path / layout.FAULTS, log=context.log,
         actions={"nan": objective.inject_nan, "flip": flip, "corrupt": corrupt,
-                 "enospc": no_space},
-    )  # fmt: skip
+                 "enospc": no_space})
     if injector:
         context.marks.subscribe(injector)
     return injector
 
 
-def _open_data(
-    context: Context, setup: Setup, trainable: Trainable, resumption: Resumption
-) -> RunData:
-    """Open the training data at the position of the run, and the data to evaluate."""
-    config, world, stop, state = context.config, context.world, context.stop, trainable.state
-    loader = Loader(open_source(context, setup, state, resumption.found), device=world.device,
-                    marks=context.marks, log=context.log,
-                    at_once=not loader_workers(config, setup.data["train"], world))
+def _evaluator(
+    context: Context, setup: Setup, trainable: Trainable, split: str
+) -> Evaluator | None:
+    """The evaluator of a split, with the average of the weights if there is one."""
+    state, stop = trainable.state, context.stop
 
-    evaluators = {
-        split: None if setup.data[split] is None else make_evaluator(
-            setup.task, setup.data[split], setup.model, config, world,
-            autocast=trainable.compute.autocast, marks=context.marks,
-            step=lambda: state.progress.step,
-            epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
-            weights=partial(_weights_to_evaluate, state, trainable.checkpoint),
-            stopped=lambda: stop.requested,
-            warn_once=context.log.warn_once,
-        )
-        for split in ("validation", "test")
-    }  # fmt: skip
-    return RunData(loader=loader, **evaluators)
+    @contextlib.contextmanager
+    def weights() -> Iterator[None]:
+        if state.ema is not None:
+            trainable.checkpoint.finish_copy()
+        with contextlib.nullcontext() if state.ema is None else state.ema.exchanged():
+            yield
 
-
-@contextlib.contextmanager
-def _weights_to_evaluate(state: TrainState, checkpoint: Checkpointer) -> Iterator[None]:
-    """Put the average of the weights into the model, if there is one."""
-    if state.ema is None:
-        yield
-        return
-    checkpoint.finish_copy()
-    with state.ema.exchanged():
-        yield
+    return None if setup.data[split] is None else make_evaluator(
+        setup.task, setup.data[split], setup.model, context.config, context.world,
+        autocast=trainable.compute.autocast, marks=context.marks, weights=weights,
+        step=lambda: state.progress.step,
+        epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
+        stopped=lambda: stop.requested, warn_once=context.log.warn_once)
 
 
 def _open_record(
@@ -310,56 +292,39 @@ def _open_record(
 ) -> Record:
     """Describe the run in its folder and on the console, and open what records it."""
     config, world, path = context.config, context.world, context.path
-    about = _describe(context, setup, folder, resumption) if world.writes_run_dir else []
+    workers = loader_workers(config, setup.data["train"], world)
+    about = _describe(context, setup, folder, resumption, workers) if world.writes_run_dir else []
     open_metrics(metrics, context, setup, folder, resumption.found, summary=about)
     pictures = None
     if world.is_main and hasattr(setup.task, "picture"):
         pictures = Pictures(draw=setup.task.picture, folder=path / layout.PICTURES,
                             model=setup.model, show=metrics.picture, log=context.log)
-    timing = open_timing(path, folder.identity, world, context.log,
-                         loader_workers(config, setup.data["train"], world))
-    return Record(metrics=metrics, timing=timing, pictures=pictures)
+    return Record(metrics=metrics, pictures=pictures,
+                  timing=open_timing(path, folder.identity, world, context.log, workers))
 
 
 def _describe(
-    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
+    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, workers: int
 ) -> list[str]:
     """Write configuration and environment into the run folder; returns the start-up summary."""
-    config, world, path = context.config, context.world, context.path
-    card = setup.card | {
-        "workers": loader_workers(config, setup.data["train"], world),
-        "precision": str(setup.choice), "fingerprint": setup.fingerprint,
-    }  # fmt: skip
+    config, world, path, decision = (context.config, context.world, context.path,
+                                     resumption.decision)
+    card = setup.card | {"workers": workers, "precision": str(setup.choice),
+                         "fingerprint": setup.fingerprint}
     if config.init is not None and resumption.found is None:
         card["init"] = resumption.initial_weights
     about = summary_lines(config, card, world, path)
     run_dir.clean(path)
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
-    label, why = _determinism(config, world, resumption.decision)
+    label, why = decision.label, decision.why
+    if config.numerics.deterministic == "off" and world.device.type != "cpu":
+        label, why = "equivalent", "--numerics.deterministic is off"
+    elif world.device.type == "mps":
+        label, why = "equivalent", "mps has no deterministic kernels"
     files.replace_json(path / layout.ENVIRONMENT,
                        run_dir.environment(world, card, label=label, why=why))
     folder.store.clean()
     warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
                                 total=setup.intervals.total)
-    log_startup(context.log, about, warnings, resumption.found, resumption.decision, path)
+    log_startup(context.log, about, warnings, resumption.found, decision, path)
     return about
-
-
-def _version(config: Config[Any]) -> str:
-    """Digest of the configuration and the task's source file.
-
-    If it has changed, a failure at the same step does not count as a repetition.
-    """
-    hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
-    hasher.update(task.source_code(config.task))
-    return hasher.hexdigest()
-
-
-def _determinism(
-    config: Config[Any], world: World, decision: compatibility.ResumeDecision
-) -> tuple[str, str]:
-    if config.numerics.deterministic == "off" and world.device.type != "cpu":
-        return "equivalent", "--numerics.deterministic is off"
-    if world.device.type == "mps":
-        return "equivalent", "mps has no deterministic kernels"
-    return decision.label, decision.why

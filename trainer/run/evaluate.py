@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,15 +51,7 @@ class Scores:
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates a data set, in numbered batches with fixed content that the ranks share.
-
-    Args:
-        all_sum: sums a tensor over the ranks, in place (collective).
-        step, epoch: return the current ones, for progress marks.
-        weights: context in which the model holds the weights to evaluate.
-        stopped: whether this rank is asked to stop; called before each batch.
-        figures: name → function of the means and the table.
-    """
+    """Evaluates a data set, in numbered batches with fixed content that the ranks share."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Outcome]
@@ -71,21 +65,22 @@ class Evaluator:
     device: torch.device
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     all_sum: Callable[[Tensor], Tensor]
+    """Sums a tensor over the ranks, in place."""
     marks: ProgressMarks
     step: Callable[[], int]
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Context in which the model holds the weights to evaluate."""
     stopped: Callable[[], bool] = lambda: False
+    """Whether this rank is asked to stop; called before each batch."""
     warn_once: Callable[[str], None] = lambda text: None
     has_warned: bool = False
-    """Whether the warning about changed buffers has been logged."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    """Name → function of the means and the table."""
 
     def __call__(self) -> Scores | None:
         """Collective. Evaluate the whole data set in eval mode; nothing of the training changes.
-
-        Returns None, on all ranks, if some rank was asked to stop.
-        """
+        Returns None, on all ranks, if some rank was asked to stop."""
         training = self.model.training
         self.model.eval()
         try:
@@ -120,14 +115,10 @@ class Evaluator:
                       samples=round(float(rows[:, -1].sum())))
 
     def _sums(self) -> tuple[list[str], Tensor, Tensor | None] | None:
-        """Evaluate this rank's batches.
-
-        Returns:
-            names of the means; a row for each batch of all ranks, with (sum, count) of each, and
-            the number of samples; the sum of the tables. None if this rank was asked to stop.
-        """
-        stream = isinstance(self.dataset, IterableDataset)
-        count = 0 if stream else -(-len(self.dataset) // self.batch_size)
+        """Evaluate this rank's batches. Returns names of the means; a row for each batch of all
+        ranks, with (sum, count) of each, and the number of samples; the sum of the tables. None if
+        this rank was asked to stop."""
+        stream, count = isinstance(self.dataset, IterableDataset), self._count()
         if not count and not stream:
             raise ValueError("the data set to evaluate is empty")
         mine: Sequence[int] = block(count, self.rank, self.num_ranks)
@@ -177,10 +168,14 @@ class Evaluator:
             every[number] = torch.tensor(rows[number], dtype=torch.float64)
         return names, every, table
 
+    def _count(self) -> int:
+        """Number of batches; 0 for a stream."""
+        stream = isinstance(self.dataset, IterableDataset)
+        return 0 if stream else -(-len(self.dataset) // self.batch_size)
+
     def every_batch(self) -> Iterator[MicroBatch]:
         """Yield all batches of the data set, in order."""
-        stream = isinstance(self.dataset, IterableDataset)
-        return self.batches(() if stream else range(-(-len(self.dataset) // self.batch_size)))
+        return self.batches(range(self._count()))
 
     def batches(self, numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the batches with these numbers; for a stream, this rank's share."""
@@ -191,12 +186,9 @@ class Evaluator:
             yield from DataReader(share, workers=min(1, self.workers), prefetch=2,
                                   device=self.device)
             return
-        slots = [
-            MicroBatchSpec(0, 0, n, True, tuple(range(n * self.batch_size,
-                                                      min((n + 1) * self.batch_size,
-                                                          len(self.dataset)))))
-            for n in numbers
-        ]  # fmt: skip
+        indices, size = range(len(self.dataset)), self.batch_size
+        slots = [MicroBatchSpec(0, 0, n, True, tuple(indices[n * size:(n + 1) * size]))
+                 for n in numbers]
         samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
                                rank=self.rank, advice=REMEDY)
         yield from DataReader(samples, sampler=slots, workers=self.workers, prefetch=2,
@@ -217,12 +209,10 @@ def make_evaluator(
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:
-    """Sum the columns in the order of rows, and pair them as (sum, count)."""
-    sums = [0.0] * (table.shape[1] - 1)
-    for row in table.tolist():
-        for column in range(len(sums)):
-            sums[column] += row[column]
-    return [(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
+    """Add each column in the order of rows (Python's `sum` would round otherwise), and pair the
+    sums as (sum, count)."""
+    sums = [functools.reduce(operator.add, column, 0.0) for column in table.T.tolist()[:-1]]
+    return list(zip(sums[::2], sums[1::2], strict=True))
 
 
 def _number(name: str, value: Any) -> float:

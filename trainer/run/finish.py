@@ -23,12 +23,8 @@ from trainer.telemetry.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """The metric that selects the best weights, and "max" or "min".
-
-    Args:
-        rule: NAME:max, NAME:min, or auto.
-        figures: names of the metrics of a validation.
-    """
+    """The metric that selects the best weights among those of a validation, and "max" or "min"; the
+    rule is NAME:max, NAME:min, or auto."""
     known = sorted(figures)
     if rule == "auto":
         rule = "val_accuracy:max" if "val_accuracy" in known else "val_loss:min"
@@ -42,11 +38,8 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
 def update_best(
     rule: str, best: BestTracker, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
-    """Update the best value with the line of a validation; return whether it improved.
-
-    Args:
-        min_delta: smallest improvement that resets the patience.
-    """
+    """Update the best value with the line of a validation; return whether it improved. Only an
+    improvement by `min_delta` resets the patience."""
     name, direction = best_rule(
         rule, [key for key in line if key.startswith("val_") and key != "val_table"])
     best.set_rule(name, direction)
@@ -61,7 +54,7 @@ def update_best(
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     world, log, path = run.context.world, run.context.log, run.context.path
-    state, metrics = run.training.state, run.record.metrics
+    state, metrics = run.state, run.record.metrics
     progress, best = state.progress, state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
@@ -69,8 +62,14 @@ def finish(run: Run) -> dict[str, Any]:
         raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
                         "unusable loss or gradient. Correct the cause, and start again with "
                         "another --run-dir")
-    weights = _load_best(run)
-    scores = _test(run)
+    weights, scores = _load_best(run), None
+    if run.test is not None:
+        with world.long_timeout():
+            scores = run.test()
+        if scores is None:
+            raise StopRequested(
+                f"stopped on request during the test of the best weights; all {progress.step} "
+                "steps are saved, and the same command finishes the run")
     summary = _summary(run, weights, scores)
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:
@@ -93,7 +92,7 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     path = run.context.path
     run.record.metrics.sync()
     if run.context.world.writes_run_dir:
-        weights = run.training.state.export_weights()
+        weights = run.state.export_weights()
         files.replace_bytes(path / layout.PRODUCT,
                             tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
         files.replace_json(path / layout.SUMMARY, summary)
@@ -101,41 +100,23 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
 
 def _load_best(run: Run) -> str:
     """Collective. Load the best weights into the model; returns what they are."""
-    state = run.training.state
-    best, last = state.best, state.progress.step
-    chosen, why = best.step or last, f", which have the best {best.metric}"
-    if best.value is None:
-        why = ", the last step"
+    best, last = run.state.best, run.state.progress.step
+    chosen = best.step or last
+    why = f"which have the best {best.metric}" if best.value is not None else "the last step"
     if chosen != last and not run.guard.checkpoint.load_model(chosen):
         run.context.log.warning(
             f"the best weights, of step {chosen}, are lost: no valid checkpoint holds them any "
             "more; the weights of the last step are used instead")
-        chosen, why = last, ", the last step"
-    return f"the {'averaged ' * (state.ema is not None)}weights of step {chosen}{why}"
-
-
-def _test(run: Run) -> Scores | None:
-    """Collective. Evaluate the test set; None without one."""
-    if run.training.test is None:
-        return None
-    with run.context.world.long_timeout():
-        scores = run.training.test()
-    if scores is None:
-        raise StopRequested(
-            "stopped on request during the test of the best weights; all "
-            f"{run.training.state.progress.step} steps are saved, and the same command finishes "
-            "the run")
-    return scores
+        chosen, why = last, "the last step"
+    return f"the {'averaged ' * (run.state.ema is not None)}weights of step {chosen}, {why}"
 
 
 def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
     """The content of summary.json."""
-    state, task = run.training.state, run.context.config.task
+    state, task = run.state, run.context.config.task
     progress, best, last = state.progress, state.best, state.progress.step
     return {
-        "step": last,
-        "updates": progress.updates,
-        "skipped": progress.skipped,
+        "step": last, "updates": progress.updates, "skipped": progress.skipped,
         "replaced": progress.replaced,
         "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
@@ -147,9 +128,7 @@ def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
         "attempts": run.folder.identity.attempt + 1,
         "stopped_early": last < run.setup.intervals.total,
         "save_waits": run.guard.checkpoint.waits,
-        "memory": memory_figures(state.model, state.optimizer,
-                                 run.training.step.facts.activations_mb),
-    }  # fmt: skip
+        "memory": memory_figures(state.model, state.optimizer, run.step.facts.activations_mb)}
 
 
 def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, float]] | None:

@@ -56,10 +56,8 @@ class Guard:
         return 0 < most <= len(self.state.progress.consecutive_bad_steps)
 
     def requests(self) -> tuple[bool, ...]:
-        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
-
-        Raises StaleAttempt if a newer attempt has taken over the run.
-        """
+        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`. Raises
+        StaleAttempt if a newer attempt has taken over the run."""
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
             self.lock.check_without_waiting()
@@ -70,8 +68,7 @@ class Guard:
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or raise
-        SaveFailed.
-        """
+        SaveFailed."""
         if "saved" in requests:
             self.metrics.drop(self.checkpoint.saved_step)
             self.checkpoint.confirm()
@@ -83,8 +80,7 @@ class Guard:
     def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
         in an update, between two steps, and after a validation. The next wait for data also
-        detects the dead worker, within 5 s. Call it after the loader has started.
-        """
+        detects the dead worker, within 5 s. Call it after the loader has started."""
         raise_death = signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -95,15 +91,9 @@ class Guard:
             signal.signal(signal.SIGCHLD, handle)
 
     def emergency_save(self, *, own: bool = False) -> bool:
-        """After a failure, break the connections to the other ranks, then save the last step
-        boundary if `decide_rescue` allows it.
-
-        Args:
-            own: this rank itself failed, by an exception; otherwise a peer died.
-
-        Returns:
-            Whether nothing is lost: the state is on disk.
-        """
+        """After a failure, of this rank itself (`own`) or of a peer, break the connections to the
+        other ranks, then save the last step boundary if `decide_rescue` allows it. Returns whether
+        nothing is lost: the state is on disk."""
         world, log, step = self.context.world, self.context.log, self.state.progress.step
         noticed_s = time.perf_counter()
         world.abandon()
@@ -127,17 +117,13 @@ class Guard:
         return self._save_alone(noticed_s)
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:
-        """Like `emergency_save`, from another thread while the main thread computes or is blocked.
+        """Like `emergency_save`, from another thread while the main thread computes or is blocked,
+        since a peer is `lost` or the time limit of a stop has passed. Returns whether the state is
+        on disk; None if a save is not possible.
 
-        Possible only inside a step before its update: only buffers have changed, and there are
-        copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a separate
-        stream, since a running kernel may never end.
-
-        Args:
-            lost: a peer has died; otherwise the time limit of a stop has passed.
-
-        Returns:
-            Whether the state is on disk; None if a save is not possible.
+        It is possible only inside a step before its update: only buffers have changed, and there
+        are copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a
+        separate stream, since a running kernel may never end.
         """
         noticed_s = time.perf_counter()
         if (not self.checkpoint.overlap or self.boundary.buffers.was_reassigned
@@ -153,11 +139,10 @@ class Guard:
         self.checkpoint.abandon()
         log, step, began_s = self.context.log, self.state.progress.step, time.perf_counter()
         try:
+            left_s = self.context.world.launch.grace_s - (began_s - noticed_s)
             if why := checkpointer.reason_not_to_save(
-                self.context.path / EVENTS, self.checkpoint.store, self.state,
-                left_s=self.context.world.launch.grace_s - (began_s - noticed_s),
-                generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
-            ):  # fmt: skip
+                    self.context.path / EVENTS, self.checkpoint.store, self.state, left_s=left_s,
+                    generation=self.checkpoint.generation, interval=self.intervals.checkpoint):
                 log.warning(why)
                 log.event("save-left-out", at_step=step, why=why)
                 return False
@@ -180,18 +165,14 @@ class Guard:
 
     def close(self) -> None:
         """End regularly: end the loader processes, complete the last save, and close the files.
-
-        Raises OSError if the state or a line of metrics.jsonl could not be written.
-        """
+        Raises OSError if the state or a line of metrics.jsonl could not be written."""
         self.loader.close()
         self.timing.close()
         self.checkpoint.close()
         self.metrics.close()
 
     def abandon(self) -> None:
-        """Close the files after a failure, without raising another error. Loader processes end with
-        this process.
-        """
+        """Close the files after a failure, without raising another error."""
         self.timing.close()
         self.checkpoint.abandon()
         with contextlib.suppress(OSError):  # the checkpoints hold the lines too

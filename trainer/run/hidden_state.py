@@ -1,29 +1,35 @@
-"""Detection of hidden state: state of a model or an optimizer that no checkpoint holds."""
+"""State of a model or an optimizer that no checkpoint holds: found, and refused or warned of."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.train_state import CONFIGURED, fits_json
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
+from trainer.storage import tensorfile
 from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
+
+
+MOST_VALUES = 10_000
+"""Maximal number of attributes that are compared."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -34,11 +40,11 @@ def same(one: Any, other: Any) -> bool:
         if one.is_floating_point() or one.is_complex():
             return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
         return torch.equal(one, other)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and (
-            one.tobytes() == other.tobytes())
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and (
+            one.tobytes() == other.tobytes())
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return all(same(getattr(one, f.name), getattr(other, f.name))
                    for f in dataclasses.fields(one))
@@ -53,13 +59,8 @@ def values(
     owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
-    """Numbers, strings, tensors and generator states in an object's attributes, by path.
-
-    Args:
-        of: maps a tensor to the collected value.
-        state: include parameters and buffers of modules.
-        most: maximal number of values; None: no limit.
-    """
+    """Numbers, strings, tensors (mapped by `of`) and generator states in an object's attributes, by
+    path; with parameters and buffers of modules if `state`, and at most `most` of them."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -108,10 +109,6 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             if name not in one or name not in other or not same(one[name], other[name])]
 
 
-MOST_VALUES = 10_000
-"""Maximal number of attributes that are compared."""
-
-
 @dataclass(frozen=True)
 class ForwardObservation:
     """Observation after a forward: the micro-batch's loss, and attributes of the modules."""
@@ -128,17 +125,14 @@ class ForwardObservation:
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
     """A warning if two computations of a micro-batch with equal keys, parameters and buffers
-    differ, or "".
-    """
-    names = differing(one.attributes, other.attributes)
-    differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
-    if names:
-        where = listed(names)
+    differ, or ""."""
+    differs = not same(one.loss, other.loss)
+    if names := differing(one.attributes, other.attributes):
         what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
                 "gives other bits" if differs else
                 "a restart gives other bits if any result depends on it")
-        return (f"the model's forward changes {where}, which no checkpoint holds; {what}. Make it "
-                "a buffer (register_buffer with a tensor, changed in place)")
+        return (f"the model's forward changes {listed(names)}, which no checkpoint holds; {what}. "
+                "Make it a buffer (register_buffer with a tensor, changed in place)")
     if differs:
         return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
                 f"{other.loss:.9g}), with the same weights, buffers and seeds: it depends on a "
@@ -158,12 +152,51 @@ def _summary(tensor: Tensor) -> Any:
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 
+def check_state_dict(model: nn.Module) -> None:
+    """Raise ConfigError if a checkpoint can't hold or restore the model's state."""
+    parts = dict(chain(model.named_parameters(), model.named_buffers()))
+    for name, value in parts.items():
+        if is_lazy(value) or value.is_meta:
+            raise ConfigError(
+                f"--task: the model's {name} has no values yet (a lazy module, or a model on the "
+                "meta device); model() must initialise it: call a lazy model once with a batch of "
+                "zeros; use to_empty() and an initialisation for the meta device.")
+    own = {tensor.data_ptr() for tensor in parts.values() if tensor.layout == torch.strided}
+    saved = model.state_dict()
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"--task: the model's state_dict has {name!r}, a {type(value).__name__}, but a "
+                "checkpoint holds tensors only; make it a buffer (register_buffer with a tensor) "
+                "instead of an extra state.")
+        if value.layout != torch.strided:
+            raise ConfigError(f"--task: the model's {name} is sparse, and a checkpoint cannot hold "
+                              "it; make it dense, or register its indices and values.")
+        if value.numel() and value.data_ptr() not in own:
+            raise ConfigError(
+                f"--task: {name!r} of the model's state_dict is a new tensor at each call, so it "
+                "could not be restored from a checkpoint; a custom state_dict, its hooks and extra "
+                "states may rename and omit tensors, but not convert them: make it a buffer "
+                "(register_buffer with a tensor).")
+        try:
+            next(tensorfile.serialize({name: value}))
+        except TypeError as error:
+            raise ConfigError(f"--task: the model's {error}, so a checkpoint cannot hold it; use "
+                              "another dtype (two real parts for a complex one).") from None
+    held = {tensor.data_ptr() for tensor in saved.values()}
+    lost = [n for n, p in model.named_parameters()
+            if p.requires_grad and p.numel() and p.data_ptr() not in held]
+    if lost:
+        raise ConfigError(f"--task: the model's state_dict omits {listed(lost)}, which is "
+                          "trainable, so no checkpoint would hold it; include it, or freeze it "
+                          "(requires_grad_(False)).")
+
+
 def watch_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
 ) -> None:
     """Check an optimizer class of the user by a step hook: after the first update its state, and
-    after the second the attributes that changed in between, with a warning.
-    """
+    after the second the attributes that changed in between, with a warning."""
     observed: list[dict[str, Any]] = []
 
     def check(*_: Any) -> None:
@@ -189,18 +222,15 @@ def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.O
     """Optimizers among an optimizer's attributes, also in lists and dicts, with their path."""
     if isinstance(item, torch.optim.Optimizer):
         yield path, item
-    elif depth and isinstance(item, Mapping):
-        for key, value in item.items():
+    elif depth and isinstance(item, Mapping | list | tuple):
+        for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
             if key not in ("state", "param_groups", "defaults"):
-                inner_path = f"{path}[{key!r}]" if path else str(key)
-                yield from _held(value, inner_path, depth - 1)
-    elif depth and isinstance(item, list | tuple):
-        for index, value in enumerate(item):
-            yield from _held(value, f"{path}[{index}]", depth - 1)
+                yield from _held(value, f"{path}[{key!r}]" if path else str(key), depth - 1)
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise ConfigError if a checkpoint can't hold the optimizer's state."""
+
     def refuse(what: str) -> None:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: {what}, which a checkpoint "
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "

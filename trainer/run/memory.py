@@ -27,19 +27,16 @@ def summary_line(
     model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
 ) -> str:
     """The console line before the first step."""
-    figures = memory_figures(model, optimizer, activations_mb)
-    known = [f"{name} {_text(value)} MiB" for name, value in zip(
-        ("parameters", "optimizer", "activations of a micro-batch", "peak so far"),
-        figures.values(), strict=True) if value is not None]
-    return "memory: " + ", ".join(known)
+    names = ("parameters", "optimizer", "activations of a micro-batch", "peak so far")
+    figures = memory_figures(model, optimizer, activations_mb).values()
+    return "memory: " + ", ".join(
+        f"{name} {value:,.0f} MiB" if value >= 100 else f"{name} {value:.2g} MiB"
+        for name, value in zip(names, figures, strict=True) if value is not None)
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
-    """Size of the optimizer's state in MiB.
-
-    Before the first update, which allocates the state, this is the future size for AdamW and SGD,
-    and None for other optimizers.
-    """
+    """Size of the optimizer's state in MiB. Before the first update, which allocates it, this is
+    the future size for AdamW and SGD, and None for other optimizers."""
     tensors = [v for entries in optimizer.state.values() for v in entries.values()
                if isinstance(v, Tensor)]
     if tensors:
@@ -60,11 +57,8 @@ def peak_mb() -> float:
 
 
 def activations(model: nn.Module, forward_backward: Callable[[], Any]) -> float | None:
-    """Run a forward and backward, and measure the memory held between them, in MiB.
-
-    This is the peak of CUDA's allocator minus the memory used before and the gradients; None on
-    other devices.
-    """
+    """Run a forward and backward, and measure the memory held between them, in MiB: the peak of
+    CUDA's allocator minus the memory used before and the gradients; None on other devices."""
     if not any(p.is_cuda for p in model.parameters()):
         forward_backward()
         return None
@@ -77,7 +71,3 @@ def activations(model: nn.Module, forward_backward: Callable[[], Any]) -> float 
 
 def _size(tensors: Iterable[Tensor]) -> float:
     return sum(t.numel() * t.element_size() for t in tensors) / MIB
-
-
-def _text(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

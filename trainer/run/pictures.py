@@ -18,17 +18,13 @@ from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
 
-ANIMATION = "training.gif"
-
-_FRAME_MS = 250
+ANIMATION, _FRAME_MS = "training.gif", 250
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Draws a task's pictures (`picture(model)`, HxWx3 uint8), saves and shows them.
-
-    An error while drawing is logged as a warning and doesn't end the run.
-    """
+    """Draws a task's pictures (`picture(model)`, HxWx3 uint8), saves and shows them. An error is
+    logged as a warning and doesn't end the run."""
 
     draw: Callable[[nn.Module], Any]
     folder: Path
@@ -38,20 +34,21 @@ class Pictures:
 
     def take(self, step: int, *, again: bool = True) -> None:
         """Draw the picture of a step (`again`: even if its file exists). The model's mode, its
-        buffers and the random generators are restored.
-        """
+        buffers and the random generators are restored."""
         path = self._path(step)
         if path.exists() and not again:
             return
         training = self.model.training
         self.model.eval()
         try:
+            from PIL import Image
+
             with rng.preserved(), Buffers(self.model).preserved(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
             self.folder.mkdir(exist_ok=True)
-            replace_bytes(path, [_encoded(_open(image), "PNG")])
+            replace_bytes(path, [_encoded(Image.fromarray(image), "PNG")])
         except Exception as error:
             self.log.warning(f"no picture of step {step}: {type(error).__name__}: {error}")
             return
@@ -80,12 +77,6 @@ class Pictures:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{layout.step_name(step)}.png"
-
-
-def _open(array: np.ndarray) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(array)
 
 
 def _encoded(image: Any, kind: str, **options: Any) -> bytes:

@@ -1,7 +1,4 @@
-"""Setup of a run from Config and World: data, model, optimizer and lengths, all checked.
-
-The run folder is not touched yet.
-"""
+"""Setup of a run: data, model, optimizer and lengths, all checked, before its folder is touched."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
-from trainer.resilience import fault_injection
-from trainer.run import state_dict_checks
+from trainer.run.hidden_state import check_state_dict
 from trainer.task import SPLITS, load_object, task_figures
 from trainer.telemetry import wandb
 
@@ -65,7 +61,6 @@ class Setup:
     sinks: dict[str, Any]
     """Factories of the user's sinks, by name."""
     figures: dict[str, Any]
-    """`figures()` of the task: name → function of an evaluation's means and table."""
     card: dict[str, Any]
     """Facts about the run for the startup summary."""
 
@@ -75,11 +70,8 @@ class Setup:
 
 
 def prepare(config: Config[Any], world: World) -> Setup:
-    """Build and check everything that does not need the run folder.
-
-    Raises:
-        ConfigError: the configuration does not fit the data, the model or the ranks.
-    """
+    """Build and check everything that does not need the run folder; raises ConfigError if the
+    configuration does not fit the data, the model or the ranks."""
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
@@ -133,20 +125,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
-def refuse_unreachable_faults(
-    drills: list[fault_injection.Fault], config: Config[Any], work: Setup, world: World, *,
-    first: bool
-) -> None:
-    """Check that the run can reach all faults to be injected.
-
-    Args:
-        first: this is the run's first start. Later ones may have another number of ranks.
-    """
-    fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
-    fault_injection.refuse_unreachable(drills, ranks=world.size if fixed else None,
-                                       total=work.intervals.total)
-
-
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
     """Build the data set of a split; None if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
@@ -171,7 +149,7 @@ def make_model(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
-    state_dict_checks.check_state_dict(model)
+    check_state_dict(model)
     model.train()
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
@@ -179,9 +157,7 @@ def make_model(
     return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
 
 
-def _plan(
-    config: Config[Any], data: dict[str, Any], world: World
-) -> tuple[BatchPlan, Intervals]:
+def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[BatchPlan, Intervals]:
     if data["train"] is None:
         raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
     batch, samples = config.batch, known_length(data["train"])
@@ -200,21 +176,18 @@ def _plan(
                      drop_last=config.data.drop_last == "on",
                      in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
-                  f"--batch.global-size {batch.global_size}: the training data have only {samples} "
-                  "samples and --data.drop-last is on, so there is no whole global batch and no "
-                  f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off.")
-        raise ConfigError(remedy)
-    epoch = plan.steps_per_epoch
-    total = config.total_steps(epoch)
-    return plan, Intervals(
-        total=total,
-        evaluate=config.eval.every.steps(epoch=epoch, total=total),
-        checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
-        log=config.log.every.steps(epoch=epoch, total=total),
-        verify=config.parallel.verify_every.steps(epoch=epoch, total=total),
-    )
+        raise ConfigError(
+            '--task: dataset("train") is empty.' if samples == 0 else
+            f"--batch.global-size {batch.global_size}: the training data have only {samples} "
+            "samples and --data.drop-last is on, so there is no whole global batch and no "
+            f"optimizer step; use a global size of {samples} or less, or --data.drop-last off.")
+    total = config.total_steps(plan.steps_per_epoch)
+    evaluate, checkpoint, log, verify = (
+        every.steps(epoch=plan.steps_per_epoch, total=total) for every in (
+            config.eval.every, config.checkpoint.every, config.log.every,
+            config.parallel.verify_every))
+    return plan, Intervals(total=total, evaluate=evaluate, checkpoint=checkpoint, log=log,
+                           verify=verify)
 
 
 def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:

@@ -38,7 +38,6 @@ from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.jsonl import last_records, sample_records
-from trainer.storage.layout import TIMING
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
@@ -56,10 +55,8 @@ from trainer.telemetry.wandb import WandB
 def open_source(
     context: Context, setup: Setup, state: TrainState, found: CheckpointRef | None
 ) -> MicroBatchSource:
-    """Open the source of the micro-batches at the position of `state.progress`.
-
-    A stream becomes a part of the state, and begins at its position in the checkpoint `found`.
-    """
+    """Open the source of the micro-batches at the position of `state.progress`. A stream becomes a
+    part of the state, and begins at its position in the checkpoint `found`."""
     config, world, data = context.config, context.world, setup.data["train"]
     collate = getattr(setup.task, "collate", batches.collate)
     workers = loader_workers(config, data, world)
@@ -68,10 +65,8 @@ def open_source(
         stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
                        lanes=batch.micro_batches, micro_size=batch.micro_size),
-            rank=world.rank, num_ranks=world.size,
-            workers=workers, prefetch=config.data.prefetch, device=world.device,
-            step=lambda: state.progress.step, gather=world.gather_json,
-        )  # fmt: skip
+            rank=world.rank, num_ranks=world.size, workers=workers, prefetch=config.data.prefetch,
+            device=world.device, step=lambda: state.progress.step, gather=world.gather_json)
         state.parts["stream"] = stream
         if found is not None and "stream" in found.state.parts:
             stream.load_state_dict(found.state.parts["stream"])
@@ -79,33 +74,26 @@ def open_source(
     sampler = MicroBatchSampler(
         setup.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
         shuffle=config.data.shuffle == "on", position=state.progress.step,
-        total_steps=setup.intervals.total,
-    )  # fmt: skip
-    samples = KeyedSamples(
-        data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
-        rank=world.rank, advice=REMEDY,
-    )  # fmt: skip
+        total_steps=setup.intervals.total)
+    samples = KeyedSamples(data, seed=config.seed, collate=collate, rank=world.rank,
+                           skip=config.data.on_error == "skip", advice=REMEDY)
     return DataReader(samples, sampler=sampler, workers=workers,
                       prefetch=config.data.prefetch, device=world.device)
 
 
 def reopen(run: Run, found: CheckpointRef) -> None:
     """Collective. Read and record the run from the position of a checkpoint, for a roll-back."""
-    context, state, metrics = run.context, run.training.state, run.record.metrics
-    state.progress.restore(found.state.progress)
-    run.training.loader.reopen(partial(open_source, context, run.setup, state, found))
-    open_metrics(metrics, context, run.setup, run.folder, found)
+    run.state.progress.restore(found.state.progress)
+    run.loader.reopen(partial(open_source, run.context, run.setup, run.state, found))
+    open_metrics(run.record.metrics, run.context, run.setup, run.folder, found)
 
 
 def open_metrics(
     metrics: Metrics, context: Context, setup: Setup, folder: RunFolder,
     found: CheckpointRef | None, *, summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks.
-
-    Args:
-        summary: lines of the startup summary.
-    """
+    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks; `summary` are
+    the lines of the startup summary."""
     config, file, log = context.config, context.path / layout.METRICS, context.log
     metrics.close()
     record, end = resume_record(found, file, context.world)
@@ -129,14 +117,13 @@ def open_metrics(
         context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         class_names=names, norms=_norms_before(history, first),
         histograms_every=setup.steps(config.log.histograms),
-        tensors=partial(_tensors, setup.model),
-    )  # fmt: skip
+        tensors=partial(_tensors, setup.model))
     board.introduce(summary, None if position else preview(setup.task, log), log.attempt)
     sinks: list[Sink] = [board]
     if context.world.is_main:
         bar = sys.stderr.isatty() and config.log.level in ("debug", "info")
-        sinks += [Console(log, total=total, every=every, start=position, bar=bar,
-                          restarts=log.attempt)]
+        sinks.append(Console(log, total=total, every=every, start=position, bar=bar,
+                             restarts=log.attempt))
         if config.log.wandb != "off":
             sinks.append(WandB(context.path, folder.identity.run, log, mode=config.log.wandb,
                                every=scalars_every, settings=compatibility.settings(config),
@@ -157,18 +144,16 @@ def open_timing(
                         cores=share_of_cores(world.local_size), warn=log.warning,
                         memory=partial(device_mb, world.device) if on_cuda else resident_mb)
     if world.is_main:
-        timing.open(path / TIMING)
+        timing.open(path / layout.TIMING)
     return timing
 
 
 def _report_gaps(
     path: Path, kept: Sequence[dict[str, Any]], position: int, log: Log, *, from_other_run: bool
-) -> None:  # fmt: skip
-    """Warn about steps whose lines are missing in the record: these steps are not repeated.
-
-    A run that continues another one has that one's steps in another record.
-    """
+) -> None:
+    """Warn about steps whose lines are missing in the record: these steps are not repeated."""
     present = {line["step"] for line in kept if not line_key(line)[1]}
+    # A run that continues another one has that one's steps in another record.
     begin = min(present, default=position + 1) if from_other_run else 1
     if lost := [step for step in range(begin, position + 1) if step not in present]:
         log.warning(f"{display_path(path)}: the lines of {len(lost)} of {position} steps are gone "
@@ -209,14 +194,16 @@ def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> 
         clip_norm=0.0 if config.clip.value else config.clip.norm,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
-        zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device),
-    )  # fmt: skip
+        zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device))
     hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
                   lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if world.device.type == "cuda":
-        hints.emit("odd-sizes", check_sizes(_widths(setup.model), config.batch.micro_size))
+        widths = [(name, width) for name, module in setup.model.named_modules()
+                  for attribute in ("out_features", "out_channels", "num_embeddings")
+                  if isinstance(width := getattr(module, attribute, None), int)]
+        hints.emit("odd-sizes", check_sizes(widths, config.batch.micro_size))
     if not position:
         hints.emit("shared-samples", shared_samples(data["train"], data["validation"]))
     return hints
@@ -238,14 +225,6 @@ def _memory(device: torch.device) -> tuple[int, int] | None:
         return None
     return (torch.cuda.max_memory_allocated(device),
             torch.cuda.get_device_properties(device).total_memory)
-
-
-def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the output widths of layers and the sizes of embedding tables, by name."""
-    for name, module in model.named_modules():
-        for attribute in ("out_features", "out_channels", "num_embeddings"):
-            if isinstance(width := getattr(module, attribute, None), int):
-                yield name, width
 
 
 def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:

@@ -35,15 +35,6 @@ class Trainable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunData:
-    """The data sets, as they are read."""
-
-    loader: Loader
-    validation: Evaluator | None
-    test: Evaluator | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Record:
     """What records the run."""
 
@@ -53,12 +44,8 @@ class Record:
     """Set on rank 0 if the task draws pictures."""
 
     def step(self, result: StepResult, *, waited_s: float, save_stall_s: float) -> None:
-        """Record a step.
-
-        Args:
-            waited_s: seconds that this rank has waited for data so far.
-            save_stall_s: seconds for which saves have blocked the training so far.
-        """
+        """Record a step, with the seconds that this rank has waited for data so far, and those for
+        which saves have blocked the training so far."""
         times = self.metrics.step(result, waited_s=waited_s)
         self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=save_stall_s)
 
@@ -77,21 +64,11 @@ class BuiltRun:
     folder: RunFolder
     resumption: Resumption
     trainable: Trainable
-    data: RunData
-    record: Record
-    guard: Guard
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What trains."""
-
-    state: TrainState
-    step: Step
     loader: Loader
     validation: Evaluator | None
     test: Evaluator | None
-    replica_check: ReplicaCheck
+    record: Record
+    guard: Guard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +78,11 @@ class Run:
     context: Context
     setup: Setup
     folder: RunFolder
-    training: Training
+    state: TrainState
+    step: Step
+    loader: Loader
+    validation: Evaluator | None
+    test: Evaluator | None
+    replica_check: ReplicaCheck
     record: Record
     guard: Guard

@@ -40,10 +40,7 @@ class RunIdentity:
 
 def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdentity:
     """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
-
-    Raises:
-        ConfigError: the folder can't be read, or it holds a run and `resume` is "never".
-    """
+    Raises ConfigError if the folder can't be read, or holds a run and `resume` is "never"."""
     error: Exception | None = None
     mine: dict[str, Any] | None = None
     if world.local_rank == 0:
@@ -74,22 +71,19 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
 def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
     """The identity of the run in a folder, or None, and an error if the folder can't be read."""
     try:
-        return read_json(path / layout.IDENTITY) or _recovered_identity(path), None
+        if identity := read_json(path / layout.IDENTITY):
+            return identity, None
+        runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
+        if not runs:
+            return None, None
+        attempts = [event["attempt"] for event in read_events(path / layout.EVENTS)
+                    if event.get("event") == "start"]
+        return {"run": runs[-1], "attempt": max(attempts, default=0)}, None
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
             raise
         return None, ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that "
                                  "can be read and written.")
-
-
-def _recovered_identity(path: Path) -> dict[str, Any] | None:
-    """The identity of a run without run.json, from its checkpoints and events; None without any."""
-    runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
-    if not runs:
-        return None
-    events = read_events(path / layout.EVENTS)
-    attempts = [event["attempt"] for event in events if event.get("event") == "start"]
-    return {"run": runs[-1], "attempt": max(attempts, default=0)}
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
@@ -104,48 +98,41 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
 
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last console lines of a finished run: metrics, and paths of its results."""
-    best, test = summary["best"], summary["test"]
+    best, test = summary["best"], summary["test"] or {}
     lines = [f"finished at step {summary['step']}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
              + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
     if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
-    if test is not None:
-        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
-    lines.append(f"best weights: {path}/{layout.PRODUCT}")
-    lines.append(f"final weights: {path}/{summary['final_weights']}")
-    lines.append(f"curves: tensorboard --logdir {path}")
-    return lines
+    lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    return [*lines, f"best weights: {path}/{layout.PRODUCT}",
+            f"final weights: {path}/{summary['final_weights']}",
+            f"curves: tensorboard --logdir {path}"]
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
-    """Collective. Take the run folder's lock for this attempt, and open the event log.
+    """Collective. Take the run folder's lock for this attempt, and open the event log. Raises
+    ConfigError if the folder can't be written, or if another run is active in it.
 
     Rank 0 takes it first, then the first rank of each other node, which finds rank 0's lock in a
     shared folder. On a disk of its own it takes the lock and writes a full copy of the run there.
-
-    Raises:
-        ConfigError: the folder can't be written, or another run is active in it.
-        OSError: the disk has become full or read-only since the run was started.
     """
     take: Callable[[], str | None] = functools.partial(_take, path, identity, lock, world, log)
-    warning = None
-    others_turn = world.local_rank == 0 and not world.is_main
-    for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
-        warning = world.agree(take if mine else lambda: None) or warning
+    warning = world.agree(take if world.is_main else lambda: None)
+    if world.has_nodes:
+        others_turn = world.local_rank == 0 and not world.is_main
+        warning = world.agree(take if others_turn else lambda: None) or warning
     log.open_events(path / layout.EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if warning:
         log.warning(warning)
 
 
-def _take(
-    path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log
-) -> str | None:
+def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> str | None:
     launch_id = _launch_id(world)
-    elastic = world.launch.run_id is not None
+    launcher = None if world.launch.run_id is None else os.getppid()
     try:
         make_folder(path)
-        warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+        warning = lock.take(launcher_pid=launcher, launch_id=launch_id)
         world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
@@ -155,9 +142,8 @@ def _take(
     except OSError as problem:
         if identity.attempt and problem.errno not in PATH_ERRNOS:
             raise  # no configuration error, since earlier attempts could write; may be temporary
-        raise ConfigError(
-            f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
-            "written.") from problem
+        raise ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that can "
+                          "be written.") from problem
     return warning
 
 
@@ -190,29 +176,20 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
 
 def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,
           position: int, version: str, max_same_step: int) -> None:
-    """Collective. Record the start of this attempt in the event log.
-
-    Args:
-        events: of earlier attempts, on rank 0.
-        position: the step to continue from.
-        version: digest of the configuration and the task's code.
-
-    Raises:
-        GaveUp: `max_same_step` attempts in a row have failed at the same step.
-    """
+    """Collective. Record in the event log that this attempt starts, from step `position`. Raises
+    GaveUp if `max_same_step` attempts in a row have failed at the same step with this `version` of
+    configuration and task; `events` are those of earlier attempts, on rank 0."""
     error = None
     reached = max(MappedCounter.read(path / layout.LAST_STEP),
                   newest_step(path / layout.METRICS)) if world.is_main else 0
-    if events:
-        row = repeated_failures(read_attempts(events), version=version)
-        if len(row) >= max_same_step:
-            first = next((a.cause for a in row if a.cause is not None), None)
-            times = "1 time" if len(row) == 1 else f"{len(row)} times"
-            cause = "unknown; the process was killed" if first is None else failure_sentence(first)
-            error = GaveUp(
-                f"gave up: step {row[0].failed_step} has failed {times} in a row "
-                f"(--restart.max-same-step {max_same_step}). Fix the cause; the same command then "
-                f"continues from step {position}. First cause: {cause}")
+    row = repeated_failures(read_attempts(events), version=version) if events else []
+    if len(row) >= max_same_step:
+        first = next((a.cause for a in row if a.cause is not None), None)
+        cause = "unknown; the process was killed" if first is None else failure_sentence(first)
+        error = GaveUp(
+            f"gave up: step {row[0].failed_step} has failed {len(row)} time{'s' * (len(row) > 1)} "
+            f"in a row (--restart.max-same-step {max_same_step}). Fix the cause; the same command "
+            f"then continues from step {position}. First cause: {cause}")
     log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
               version=version, reached=reached)
     world.raise_on_all_ranks(error)
@@ -220,11 +197,10 @@ def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Lo
 
 def _launch_id(world: World) -> str | None:
     """An id that all attempts of one launcher share. torchrun's own run id is "none" by default."""
-    if world.launch.run_id is None:
+    launch = world.launch
+    if launch.run_id is None:
         return None
-    if world.launch.launch_id is not None:
-        return world.launch.launch_id
-    return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
+    return launch.launch_id or f"{launch.run_id} {launch.master_address} {os.getppid()}"
 
 
 def clean(path: Path) -> None:
@@ -245,8 +221,7 @@ def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) 
         "cpu": torch.backends.cpu.get_cpu_capability(), "device": str(world.device),
         "device_name": device_name(world.device), "world_size": world.size,
         "local_size": world.local_size, "threads": world.threads, **card,
-        "determinism": {"label": label, "why": why},
-    }  # fmt: skip
+        "determinism": {"label": label, "why": why}}
 
 
 def device_name(device: Any) -> str:
@@ -259,12 +234,10 @@ def device_name(device: Any) -> str:
 @functools.cache  # looking them up takes 20 ms
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages on which results may depend."""
-    packages = ("torch", "torchvision", "numpy", "safetensors", "tensorboard")
-    return {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = {}
+    for name in ("torch", "torchvision", "numpy", "safetensors", "tensorboard"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions

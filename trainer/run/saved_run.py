@@ -26,8 +26,7 @@ from trainer.run.evaluate import Evaluator, make_evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
 
-TRIES = 5
-"""Number of attempts to read a checkpoint: the run may prune it meanwhile."""
+TRIES = 5  # to read a checkpoint: the run may prune it meanwhile
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,8 @@ class SavedRun:
 
 
 def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> SavedRun:
-    """Open the run in a folder with the weights of a checkpoint. Writes nothing.
-
-    Args:
-        checkpoint: best, last, or a step.
-        overrides: flags that override the configuration of the run.
-    """
+    """Open the run in a folder with the weights of a checkpoint (best, last, or a step) and flags
+    that override its configuration. Writes nothing."""
     config = load_configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = weights.threads if config.world.threads == "auto" else config.world.threads
@@ -108,11 +103,7 @@ def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
 
 
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    """The weights of a checkpoint: best, last, or a step.
-
-    Args:
-        averaged: include the averaged weights if the checkpoint has them.
-    """
+    """The weights of a checkpoint (best, last, or a step), with their average if `averaged`."""
     store, tries = Store(run / layout.CHECKPOINTS), TRIES
     product = run / layout.PRODUCT
     while True:
@@ -122,7 +113,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
                 return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None)
-            return _weights(store, checkpoint, averaged=averaged)
+            return _read_weights(store, checkpoint, averaged=averaged)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
             if tries and seen != [info.path for info in store.checkpoints()]:
@@ -132,13 +123,23 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
                               f"one of these steps: {steps}.") from error
 
 
-@contextlib.contextmanager
-def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
-    """Context for writing a file: an OSError becomes a ConfigError with the flag and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{flag}: {error}; {remedy}.") from error
+def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
+    if checkpoint in ("best", "last"):
+        newest, skipped = store.newest_valid()
+        if newest is None:
+            raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
+        best = SavedState.read(newest.path).best.step if checkpoint == "best" else 0
+        step = best or newest.step
+    elif checkpoint.isdecimal():
+        step = int(checkpoint)
+    else:
+        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
+    info = store.verify(step)
+    has_average = averaged and (info.path / layout.EMA).is_file()
+    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
+    return CheckpointWeights(
+        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average,
+        SavedState.read(info.path).circumstances.get("threads"))
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
@@ -150,24 +151,13 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> No
         raise ConfigError(f"{where}: the weights don't fit the model: {lines}") from error
 
 
-def _weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    if checkpoint in ("best", "last"):
-        newest, skipped = store.newest_valid()
-        if newest is None:
-            raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
-        step = newest.step
-        if checkpoint == "best":
-            step = SavedState.read(newest.path).best.step or step
-    elif checkpoint.isdecimal():
-        step = int(checkpoint)
-    else:
-        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
-    info = store.verify(step)
-    has_average = averaged and (info.path / layout.EMA).is_file()
-    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
-    threads = SavedState.read(info.path).circumstances.get("threads")
-    return CheckpointWeights(
-        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average, threads)
+@contextlib.contextmanager
+def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
+    """Context for writing a file: an OSError becomes a ConfigError with the flag and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag}: {error}; {remedy}.") from error
 
 
 @dataclass(frozen=True)

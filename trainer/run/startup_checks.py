@@ -60,8 +60,7 @@ def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
         rng.seed_all(seed, rng.DATA)
         fresh = work.task.dataset("train")  # reading may advance the stream used for training
         lanes = work.plan.global_size // work.plan.micro_size
-        one, other = ([content(sample) for sample in first_samples(fresh, lanes=lanes, count=2,
-                                                                   seed=seed)]
+        one, other = (list(map(content, first_samples(fresh, lanes=lanes, count=2, seed=seed)))
                       for _ in range(2))
         why = ("a second iteration over the training stream gives other samples: each iteration "
                "must start from the beginning, and may depend on the epoch through set_epoch()")

@@ -38,21 +38,18 @@ def summary_lines(
 def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
     """Describe how a global batch is divided, and the number of samples of a batch norm."""
     batch, count = config.batch, config.batch.micro_batches
-    layout = f"{ranks} rank{'s' * (ranks > 1)} × micro-batches of {batch.micro_size}"
-    if count % ranks:
-        steps = f"{count // ranks} or {count // ranks + 1} of them a rank"
-        text = f"{layout}, {steps} (accumulated) = global batch of {batch.global_size}"
-    else:
-        text = f"{layout} × {count // ranks} (accumulated) = global batch of {batch.global_size}"
+    each = (f", {count // ranks} or {count // ranks + 1} of them a rank" if count % ranks else
+            f" × {count // ranks}")
     samples = batchnorm_samples(config, ranks, card)
-    return text if samples is None else f"{text}; each BatchNorm sees {samples} samples"
+    return (f"{ranks} rank{'s' * (ranks > 1)} × micro-batches of {batch.micro_size}{each} "
+            f"(accumulated) = global batch of {batch.global_size}"
+            + ("" if samples is None else f"; each BatchNorm sees {samples} samples"))
 
 
 def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> int | None:
     """Return the number of samples in the statistics of a batch norm; None without batch norms."""
-    if not card["batch_norms"]:
-        return None
-    return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
+    samples = config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
+    return samples if card["batch_norms"] else None
 
 
 def startup_warnings(
@@ -72,21 +69,21 @@ def startup_warnings(
 
 def log_startup(
     log: Log, lines: Sequence[str], warnings: Sequence[str], found: CheckpointRef | None,
-    verdict: compatibility.ResumeDecision, path: Path,
+    decision: compatibility.ResumeDecision, path: Path,
 ) -> None:  # fmt: skip
     """Log the summary, the warnings, and whether the run is new or continues."""
     for line in lines:
         log.info(line)
     for line in warnings:
         log.warning(line)
-    for change in verdict.changes:
+    for change in decision.changes:
         log.warning(f"changed: {change}")
         log.event("changed", what=change)
-    if found is None:
-        log.info(f"run folder {display_path(path)}: a fresh start")
-    else:
-        log.info(f"run folder {display_path(path)}: continuing from step {found.step} "
-                 f"({verdict.label}" + f": {verdict.why}" * bool(verdict.why) + ")"
-                 + f", restart {log.attempt}" * bool(log.attempt))
+    how = "a fresh start"
+    if found is not None:
+        how = (f"continuing from step {found.step} ({decision.label}"
+               + f": {decision.why}" * bool(decision.why) + ")"
+               + f", restart {log.attempt}" * bool(log.attempt))
+    log.info(f"run folder {display_path(path)}: {how}")
     log.event("restore" if found else "fresh", at_step=found.step if found else 0,
-              label=verdict.label, why=verdict.why)
+              label=decision.label, why=decision.why)

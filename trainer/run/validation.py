@@ -15,7 +15,7 @@ from trainer.telemetry.status import Phase
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
     config, status = run.context.config, run.context.status
-    evaluator, state = run.training.validation, run.training.state
+    evaluator, state = run.validation, run.state
     if evaluator is None:
         return
     status.enter(Phase.EVALUATE)
@@ -40,14 +40,10 @@ def stop(run: Run) -> NoReturn:
     run.context.status.enter(Phase.STOP)
     run.guard.checkpoint.save("stop")
     run.guard.checkpoint.settle()
-    raise StopRequested(f"stopped on request after step {run.training.state.progress.step}; "
+    raise StopRequested(f"stopped on request after step {run.state.progress.step}; "
                         "run the same command to continue")
 
 
 def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether periodic work is due at a step. All work is due at the last step.
-
-    Args:
-        interval: in steps; 0 is off.
-    """
+    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
     return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

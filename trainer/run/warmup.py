@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
@@ -26,8 +25,8 @@ from trainer.optim import nan_detection
 from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import hidden_state, memory
 from trainer.run.finish import best_rule
-from trainer.run.run import BuiltRun, Run, Trainable, Training
-from trainer.step import ForwardBackward, ModelFacts, Step
+from trainer.run.run import BuiltRun, Run, Trainable
+from trainer.step import ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -45,7 +44,7 @@ def start(built: BuiltRun) -> Run:
         if not facts.moves_parameters:
             trainable.checkpoint.allow_overlap()
         names = [*(trainable.compute.objective.accumulator.names or ()),
-                 *(setup.figures if built.data.validation is not None else ())]
+                 *(setup.figures if built.validation is not None else ())]
         metrics = ["val_loss", *(f"val_{name}" for name in names)]
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
         state.schedule.check_metric(metrics)
@@ -61,38 +60,34 @@ def start(built: BuiltRun) -> Run:
         hidden_state.watch_optimizer(state.optimizer, state.names(), log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
-    training = Training(
-        state=state, step=step, loader=built.data.loader, validation=built.data.validation,
-        test=built.data.test,
-        replica_check=ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
-                                   context.world, built.resumption.position))
-    return Run(context=context, setup=setup, folder=built.folder, training=training,
-               record=built.record, guard=built.guard)
+    replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
+                                 context.world, built.resumption.position)
+    return Run(context=context, setup=setup, folder=built.folder, state=state, step=step,
+               loader=built.loader, validation=built.validation, test=built.test,
+               replica_check=replica_check, record=built.record, guard=built.guard)
 
 
 def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
-    context, setup, trainable = built.context, built.setup, built.trainable
-    config, compute = context.config, trainable.compute
-    detector, min_samples = None, 0
-    if config.numerics.anomaly == "on":
+    context, trainable, config = built.context, built.trainable, built.context.config
+    log, compute = context.log, trainable.compute
 
-        def detector(spec: MicroBatchSpec) -> contextlib.AbstractContextManager[None]:
-            return nan_detection.nan_detector(compute.wrapped, compute.model,
-                                              partial(_report_nan, context.log, spec))
+    def detect_nan(spec: MicroBatchSpec) -> contextlib.AbstractContextManager[None]:
+        def report(origin: nan_detection.Origin) -> None:
+            log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
+            log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
 
-    if isinstance(setup.data["train"], IterableDataset):
+        return nan_detection.nan_detector(compute.wrapped, compute.model, report)
+
+    min_samples = 0
+    if isinstance(built.setup.data["train"], IterableDataset):
         # The length of an epoch is unknown: the first incomplete window ends it.
         min_samples = config.batch.global_size if config.data.drop_last == "on" else 1
     return Step(
         compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
         world=context.world, health=trainable.health, clip=config.clip,
-        status=context.status, reduction=trainable.reduction, nan_detector=detector,
-        min_samples=min_samples, before_update=trainable.checkpoint.finish_copy)
-
-
-def _report_nan(log: Log, spec: MicroBatchSpec, origin: nan_detection.Origin) -> None:
-    log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
-    log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
+        status=context.status, reduction=trainable.reduction, min_samples=min_samples,
+        nan_detector=detect_nan if config.numerics.anomaly == "on" else None,
+        before_update=trainable.checkpoint.finish_copy)
 
 
 def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
@@ -105,54 +100,49 @@ def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tens
 
 
 def warm_up(built: BuiltRun) -> ModelFacts:
-    """Collective. Compute one synchronised forward and backward of the first real micro-batch.
+    """Collective. Compute one synchronised forward and backward of the first real micro-batch, and
+    restore buffers and gradients afterwards.
 
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
     more ranks; compilers and allocators reach their final state too. Without the warm-up, the
     first step of a resumed attempt would differ from the same step of an uninterrupted one.
-    Buffers and gradients are restored afterwards.
-
-    In a new run each rank first computes the micro-batch once more, without synchronisation.
-
-    Raises:
-        ConfigError: the reduction or the optimizer does not support the model, or the forward
-            changes names or shapes of the model's state.
     """
-    world, log, loader = built.context.world, built.context.log, built.data.loader
-    trainable = built.trainable
+    world, log, trainable = built.context.world, built.context.log, built.trainable
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
+    model, objective = compute.model, compute.objective
     canonical = isinstance(trainable.reduction, RankInvariantReduction)
     find_unused = built.context.config.parallel.find_unused == "on"
     buffers.keep()
-    before = checksums(compute.model.parameters())
-    versions = [p._version for p in compute.model.parameters()]
-    micro = _copied(loader.peek())
+    before = checksums(model.parameters())
+    versions = [p._version for p in model.parameters()]
+    micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
+    micro = replace(micro, batch=batches.copy_of(micro.batch))
     seen = None
     if built.resumption.found is None:
-        seen = _rehearse(compute, state, buffers, _copied(micro), world,
+        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world,
                          allow_unused=find_unused or canonical)
+    synced = replace(micro, spec=replace(micro.spec, last=True))
     with count_accumulations(compute.parameters if canonical else ()) as times:
-        synced = replace(micro, spec=replace(micro.spec, last=True))
-        activations = memory.activations(compute.model, partial(compute, synced, rehearsal=True))
+        activations = memory.activations(model, partial(compute, synced, rehearsal=True))
     mutates_batch = any(t._version for t in batches.tensors(micro.batch))
     buffers.restore_storage()
     state.check_structure()
     if canonical:
-        refuse_partial_gradients(compute.model, world, times)
-    refuse_sparse(compute, built, world)
+        refuse_partial_gradients(model, world, times)
+    refuse_sparse(built)
     if (world.size > 1 or canonical) and not find_unused:
         # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
-        refuse_unused(compute.model, world, looked=not (canonical and micro.spec.number < 0))
-    compute.objective.take_sums(world.size)
+        refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
+    objective.take_sums(world.size)
     compute.communication.reset()
-    loader.forget_wait()
+    built.loader.forget_wait()
     changed, local = _find_changed_buffers(trainable, world, log)
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
-    moves = _moves_parameters(compute.model, world, before, versions, canonical=canonical)
+    moves = _moves_parameters(model, world, before, versions, canonical=canonical)
     if not moves and seen is not None and torch.are_deterministic_algorithms_enabled() and (
             why := hidden_state.describe_hidden_state(
-                seen, hidden_state.ForwardObservation.of(compute.objective))):
+                seen, hidden_state.ForwardObservation.of(objective))):
         log.warn_once(why)
     return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
                       replicated_buffers=changed, local_buffers=tuple(local),
@@ -160,13 +150,11 @@ def warm_up(built: BuiltRun) -> ModelFacts:
 
 
 def _rehearse(
-    compute: ForwardBackward, state: TrainState, buffers: Buffers, micro: MicroBatch, world: World,
-    *, allow_unused: bool,
+    trainable: Trainable, micro: MicroBatch, world: World, *, allow_unused: bool
 ) -> hidden_state.ForwardObservation:
-    """Collective. Compute a forward and backward without synchronisation.
-
-    It finds parameters that only some ranks use: DDP would wait forever for their gradients.
-    """
+    """Collective. Compute a forward and backward without synchronisation, to find parameters that
+    only some ranks use: DDP would wait forever for their gradients."""
+    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
     compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
@@ -176,11 +164,6 @@ def _rehearse(
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
     return hidden_state.ForwardObservation.of(compute.objective)
-
-
-def _copied(micro: MicroBatch) -> MicroBatch:
-    """Copy the batch: a loss may change it in place, and training uses it again."""
-    return replace(micro, batch=batches.copy_of(micro.batch))
 
 
 @contextlib.contextmanager
@@ -200,14 +183,8 @@ def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor
 
 
 def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient.
-
-    DDP would wait forever for their gradients. The canonical reduction refuses them on one rank
-    too, since the number of ranks may change.
-
-    Args:
-        looked: whether this rank's gradients count.
-    """
+    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`);
+    the canonical reduction does on one rank too, since the number of ranks may change."""
     mine = [n for n, p in model.named_parameters()
             if looked and p.requires_grad and p.grad is None]
     _refuse_on_all_ranks(
@@ -216,17 +193,11 @@ def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> Non
         "--parallel.find-unused on.")
 
 
-def refuse_partial_gradients(model: nn.Module, world: World, times: Mapping[Tensor, int]) -> None:
-    """Collective. Refuse gradients that backward accumulates in several parts.
-
-    The canonical reduction needs each micro-batch's gradient as one sum: parts of it would be
-    added one by one to the sum of earlier micro-batches.
-
-    Args:
-        times: how often backward has added to each parameter's gradient.
-    """
+def refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
+    """Collective. Refuse gradients to which backward has added several `times`: the canonical
+    reduction would add the parts one by one to the sum of earlier micro-batches."""
     mine = [n for n, p in model.named_parameters()
-            if times.get(p, 0) > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
+            if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
     _refuse_on_all_ranks(
         mine, world, "--parallel.reduction canonical: the gradients of {} come in parts, so their "
         "sum would depend on the number of ranks: they are sparse (use sparse=False), or a nested "
@@ -241,28 +212,20 @@ def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> Non
         raise from_rank(0, ConfigError(message.format(listed(names))))
 
 
-def refuse_sparse(compute: ForwardBackward, built: BuiltRun, world: World) -> None:
+def refuse_sparse(built: BuiltRun) -> None:
     """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
-    sparse: dict[Tensor, str] = {p: name for name, p in compute.model.named_parameters()
+    sparse: dict[Tensor, str] = {p: name for name, p in built.setup.model.named_parameters()
                                  if p.grad is not None and p.grad.is_sparse}
     problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
-    if why := next(filter(None, world.gather_json(problem)), ""):
+    if why := next(filter(None, built.context.world.gather_json(problem)), ""):
         raise from_rank(0, ConfigError(f"{why}."))
 
 
 def _moves_parameters(
     model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
 ) -> bool:
-    """Collective. Whether the forward changes parameters on some rank.
-
-    Args:
-        before: checksums of the parameters before the forward.
-        versions: version counters of the parameters before the forward.
-
-    Raises:
-        ConfigError: it changes them, and the result would depend on the number of ranks, or differ
-            between ranks.
-    """
+    """Collective. Whether the forward changes parameters on some rank: their checksums `before` it
+    or their `versions`. Raises ConfigError if ranks would differ, or their number would matter."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     after = checksums(parameters)
     # Version counters also detect writes of equal values, such as a teacher equal to its student.
@@ -290,12 +253,8 @@ def _moves_parameters(
 def _find_changed_buffers(
     trainable: Trainable, world: World, log: Log
 ) -> tuple[frozenset[Tensor], list[Tensor]]:
-    """Collective. Find the buffers that the forward has just changed on some rank.
-
-    Returns:
-        all of them, and those that neither a synchronised batch norm nor the reduction keeps equal
-        on all ranks.
-    """
+    """Collective. Find the buffers that the forward has just changed on some rank: all of them, and
+    those that neither a synchronised batch norm nor the reduction keeps equal on all ranks."""
     model, buffers = trainable.compute.model, trainable.boundary.buffers
     pairs = buffers.pairs()
     here = [bool(torch.any(live != kept)) for live, kept in pairs]

@@ -45,13 +45,17 @@ def test_named_losses_and_metrics_can_be_combined():
     assert list(metrics) == ["box", "mask", "losses"]
 
 
-def evaluator_of(loss: Any, **more: Any) -> Evaluator:
-    given = {"rank": 0, "num_ranks": 1, "all_sum": lambda table: table, **more}
+def sum_of_outputs(model: nn.Module, batch: Any) -> Outcome:
+    return Outcome(model(batch).sum(), len(batch))
+
+
+def evaluator(model: nn.Module | None = None, loss: Any = sum_of_outputs, **more: Any) -> Evaluator:
+    """Evaluator of the samples 0 to 3 in batches of two."""
+    given = {"rank": 0, "num_ranks": 1, "all_sum": lambda table: table, "marks": ProgressMarks()}
     return Evaluator(
-        model=nn.Linear(1, 1), loss=loss, dataset=[torch.full((1,), float(n)) for n in range(4)],
-        collate=collate, batch_size=2, workers=0, seed=0, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, step=lambda: 9, marks=ProgressMarks(), **given,
-    )  # fmt: skip
+        model=model or nn.Linear(1, 1), loss=loss, batch_size=2, workers=0, seed=0, collate=collate,
+        dataset=[torch.full((1,), float(n)) for n in range(4)], device=torch.device("cpu"),
+        autocast=contextlib.nullcontext, step=lambda: 9, **{**given, **more})
 
 
 def by_content(model: nn.Module, batch: Any) -> Outcome:
@@ -61,7 +65,7 @@ def by_content(model: nn.Module, batch: Any) -> Outcome:
 def test_metrics_that_differ_from_batch_to_batch_are_refused():
     with pytest.raises(ConfigError, match=r"metrics \['low'\] for a batch of the evaluation and "
                                           r"\['high'\] for another; return the same for each"):
-        evaluator_of(by_content)()
+        evaluator(loss=by_content)()
 
 
 def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
@@ -73,10 +77,10 @@ def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
 
     for rank in range(2):
         with pytest.raises(InterruptedError):
-            evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=gather)()
+            evaluator(loss=by_content, rank=rank, num_ranks=2, all_sum=gather)()
     for rank in range(2):
         with pytest.raises(ConfigError, match=r"on rank . and others on other ranks") as error:
-            evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
+            evaluator(loss=by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
         messages.append(str(error.value))
 
     assert "['low'] on rank 0" in messages[0]
@@ -85,7 +89,7 @@ def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_model_in_torchscript_is_evaluated_after_a_training_step():
-    evaluate = evaluator_of(lambda model, batch: Outcome(model(batch).sum(), len(batch)))
+    evaluate = evaluator()
     plain = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
     losses = []
     for model in (plain, torch.jit.script(plain)):
@@ -94,19 +98,6 @@ def test_a_model_in_torchscript_is_evaluated_after_a_training_step():
         losses.append(evaluate().loss)
 
     assert losses[0] == losses[1]
-
-
-def evaluator(model: nn.Module, **others: Any) -> Evaluator:
-    """Evaluator of three samples in batches of two; the loss is the sum of the outputs."""
-    def loss(model: nn.Module, batch: Any) -> Outcome:
-        return Outcome(model(batch).sum(), len(batch))
-
-    return Evaluator(
-        model=model, loss=loss, dataset=[torch.ones(1)] * 3, collate=collate, batch_size=2,
-        workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, all_sum=lambda table: table, step=lambda: 9,
-        **{"marks": ProgressMarks(), **others},
-    )  # fmt: skip
 
 
 class Caching(nn.Linear):
@@ -184,4 +175,4 @@ def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
         with pytest.raises(InjectedFault, match="at step 9, evaluate"):
             evaluate()
     else:
-        assert evaluate().samples == 3
+        assert evaluate().samples == 4

@@ -60,31 +60,26 @@ def test_an_existing_picture_is_drawn_again_only_on_request(tmp_path):
     assert len(calls) == 3
 
 
-def test_a_picture_that_fails_is_a_warning(tmp_path, capfd):
-    def draw(model: nn.Module) -> np.ndarray:
-        raise RuntimeError("no pen")
+def fail(model: nn.Module) -> np.ndarray:
+    raise RuntimeError("no pen")
 
-    taken = pictures(tmp_path, draw, [])
+
+@pytest.mark.parametrize(("draw", "told"), [
+    (fail, "RuntimeError: no pen"),
+    (lambda model: np.zeros((3, 3)), "ValueError: picture(model) returned "),
+    (lambda model: np.zeros((3, 4, 4)), "ValueError: picture(model) returned "),
+    (lambda model: np.zeros(()), "ValueError: picture(model) returned ")])
+def test_a_picture_that_fails_or_has_another_shape_is_a_warning(tmp_path, capfd, draw, told):
+    shown = []
+    taken = pictures(tmp_path, draw, shown)
+
     taken.take(3)
     taken.save_animation(3)
 
-    assert "no picture of step 3: RuntimeError: no pen" in "".join(capfd.readouterr())
-    assert not (tmp_path / "pictures").exists()
-    assert taken.model.training
-
-
-@pytest.mark.parametrize("image", [np.zeros((3, 3)), np.zeros((3, 4, 4)), np.zeros(()),
-                                   np.zeros((4, 4, 1))])
-def test_a_picture_of_another_shape_is_a_warning_and_is_not_shown(tmp_path, capfd, image):
-    shown = []
-    taken = pictures(tmp_path, lambda model: image, shown)
-
-    taken.take(3)
-
-    output = "".join(capfd.readouterr())
-    assert "no picture of step 3: ValueError: picture(model) returned " in output
+    assert f"no picture of step 3: {told}" in "".join(capfd.readouterr())
     assert not shown
     assert not (tmp_path / "pictures").exists()
+    assert taken.model.training
 
 
 def test_a_picture_of_samples_that_fails_is_a_warning(capfd):
