@@ -99,6 +99,8 @@ def _map(function: Callable[[Any], Any], batch: Any) -> Any:
 
     A list of strings is a leaf: `default_collate` returns one string per sample.
     """
+    if isinstance(batch, Tensor):
+        return function(batch)
     if isinstance(batch, Mapping):
         return _like(batch, {k: _map(function, v) for k, v in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,11 +57,16 @@ class MicroBatch:
 
 
 class SampleIndices(list[int]):
-    """The argument of a data set's `__getitems__`: a list of indices with epoch and random keys."""
+    """The argument of a data set's `__getitems__`: a list of indices, with the epoch."""
 
-    def __init__(self, indices: Iterable[int], keys: np.ndarray, epoch: int) -> None:
+    def __init__(self, indices: Iterable[int], epoch: int, keys: Callable[[], np.ndarray]) -> None:
         super().__init__(indices)
-        self.keys, self.epoch = keys, epoch
+        self.epoch, self._make_keys = epoch, keys
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """A random key for each sample (uint64), made when a data set that augments asks for it."""
+        return self._make_keys()
 
 
 class KeyedSamples(Dataset[MicroBatch]):
@@ -177,8 +183,8 @@ class KeyedSamples(Dataset[MicroBatch]):
         with self._named(indices, epoch):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
-                base = rng.mix(self._seed, rng.SAMPLE, epoch)
-                wanted = SampleIndices(wanted, rng.mix_array(base, np.array(indices)), epoch)
+                wanted = SampleIndices(wanted, epoch, lambda: rng.mix_array(
+                    rng.mix(self._seed, rng.SAMPLE, epoch), np.array(indices)))
             read = self._inner.__getitems__(wanted)
             if isinstance(read, list) and len(read) != len(indices):
                 raise ValueError(f"__getitems__ was called with {len(indices)} indices and "

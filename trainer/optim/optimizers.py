@@ -201,7 +201,7 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
             else torch.tensor(0.0))
     if config.value > 0:
         torch.nn.utils.clip_grad_value_(parameters, config.value)
-    elif config.norm > 0:
+    elif config.norm > 0 and not (norm.is_cpu and float(norm) < 0.999 * config.norm):
         # A norm that is not finite counts as 0, which changes no gradient: otherwise one NaN would
         # spread to all gradients and hide its origin.
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
