@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fill_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv is None:  # a rank of `python -m launch` may outlive its folder
+        if argv is None:  # not for ranks of `python -m launch`, which may outlive it
             check_current_folder()
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module

@@ -6,7 +6,7 @@ from trainer.data.sample_errors import check_replaced_share
 from trainer.run.bad_steps import handle_bad_streak, replicas_match, report_skipped_step
 from trainer.run.finish import finish
 from trainer.run.run import Run
-from trainer.run.validation import is_due, stop, validate
+from trainer.run.validation import is_due, save_and_stop, validate
 from trainer.telemetry.status import Phase
 
 
@@ -31,7 +31,7 @@ def train(run: Run) -> dict[str, object]:
             validate(run)  # includes a validation that an earlier attempt did not finish
         if state.best.patience_is_exhausted(config.eval.patience):
             last = step
-        if save or step >= last:
+        if save or step >= last:  # patience may have moved `last`
             guard.checkpoint.save("periodic")
         if step >= last:
             return finish(run)
@@ -55,4 +55,4 @@ def train(run: Run) -> dict[str, object]:
             guard.acknowledge_save(result.sums.requests)
         save_requested = "save" in result.sums.requests
         if "stop" in result.sums.requests:
-            stop(run)
+            save_and_stop(run)

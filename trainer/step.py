@@ -68,7 +68,7 @@ UPDATE = -2
 """Number that keys the randomness of the update, in place of a micro-batch's number."""
 
 Requests = Callable[[], tuple[bool, ...]]
-"""Returns a rank's requests of all ranks, one for each of `ddp.REQUESTS`; called as late as
+"""Returns what this rank asks all ranks to do, for each of `ddp.REQUESTS`; called as late as
 possible in a step."""
 
 Reduction = Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]]

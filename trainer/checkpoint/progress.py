@@ -28,6 +28,7 @@ class TrainProgress:
     """Samples that replaced unreadable ones."""
 
     def state_dict(self) -> dict[str, Any]:
+        # Files keep the first name of `excluded_steps`.
         return {"left_out" if name == "excluded_steps" else name: value
                 for name, value in dataclasses.asdict(self).items()}
 

@@ -55,8 +55,9 @@ class Snapshot:
         return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}
 
     def finish(self) -> bool:
-        """Copy the tensors that `take` has left, in this thread only: torch's threads compute.
-        Returns whether they are unchanged since `take`, by torch's version counters."""
+        """Copy the tensors that `take` has left, by memmove: torch's copy would take threads from
+        the training. Returns whether they are unchanged since `take`, by torch's version counters.
+        """
         deferred, self._deferred = self._deferred, []
         for source, target, _ in deferred:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

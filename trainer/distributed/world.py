@@ -263,8 +263,9 @@ class World:
                     raise errors.from_rank(rank, kind(f"{message} (rank {rank})"))
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
 
-    def agree(self, make: Callable[[], T]) -> T:
-        """Collective. Return the result of `make`; an error on one rank is raised on all."""
+    def fail_together(self, make: Callable[[], T]) -> T:
+        """Collective. Return this rank's result of `make`; an error on one rank is raised on all.
+        """
         try:
             made = make()
         except Exception as error:

@@ -25,7 +25,7 @@ POINTS = (
 it: the step times the number of marks, plus the mark's number."""
 
 _NUMBERS = {point: number for number, point in enumerate(POINTS)}
-_COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)  # from there on of the writer
+_COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)  # from there on the writer's
 _MAIN, _WRITER, _BYTES = 0, 2, 32
 """Offsets of the places in words of 8 bytes (one for mark and step, one for the time); size."""
 

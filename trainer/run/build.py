@@ -1,4 +1,8 @@
-"""Build a run in stages. Each returns a value and changes nothing that an earlier one returned."""
+"""Build a run in stages, each of which returns a frozen value.
+
+Three of them act on what an earlier one returned: `_find_resumption` loads the weights of --init,
+`_enter_folder` takes the lock, and a stream adds its position to the training state.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ def build(
     path, named, init = (Path(p or "").absolute() for p in (
         config.run or f"runs/{command_line.DEFAULT_RECIPE}", config.resume, config.init))
     context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path)
-    setup = world.agree(partial(prepare, config, world))
+    setup = world.fail_together(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
     resumption = _find_resumption(context, setup, folder, named, init)
@@ -128,7 +132,7 @@ def _find_resumption(
         position, waited = found.state.progress.step, found.state.best.waited
     else:
         if config.init is not None:
-            initial_weights = world.agree(partial(
+            initial_weights = world.fail_together(partial(
                 pretrained.load_initial_weights, setup.model, init,
                 strict=config.init_strict == "on"))
         startup_checks.check_weights(setup, world, log)

@@ -78,7 +78,7 @@ def finish(run: Run) -> dict[str, Any]:
     metrics.finish(settings(run.context.config), figures, progress.step)
     if run.record.pictures is not None:
         run.record.pictures.save_animation(progress.step)
-    world.agree(partial(_write, run, summary))
+    world.fail_together(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
     for text in run.guard.faults.unfired():
         log.warning(f"--inject {text}: the injected fault was never reached")

@@ -118,10 +118,10 @@ def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
     shared folder. On a disk of its own it takes the lock and writes a full copy of the run there.
     """
     take: Callable[[], str | None] = functools.partial(_take, path, identity, lock, world, log)
-    warning = world.agree(take if world.is_main else lambda: None)
+    warning = world.fail_together(take if world.is_main else lambda: None)
     if world.has_nodes:
         others_turn = world.local_rank == 0 and not world.is_main
-        warning = world.agree(take if others_turn else lambda: None) or warning
+        warning = world.fail_together(take if others_turn else lambda: None) or warning
     log.open_events(path / layout.EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if warning:
         log.warning(warning)

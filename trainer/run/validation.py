@@ -22,7 +22,7 @@ def validate(run: Run) -> None:
     with run.context.world.long_timeout():
         scores = evaluator()
     if scores is None:
-        stop(run)  # a resumed run starts with this validation
+        save_and_stop(run)  # a resumed run starts with this validation
     status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = state.progress.step
     line = validation_line(step, scores, state.meter.take_mean())
@@ -34,7 +34,7 @@ def validate(run: Run) -> None:
     run.record.draw(step)
 
 
-def stop(run: Run) -> NoReturn:
+def save_and_stop(run: Run) -> NoReturn:
     """Collective. Save this step boundary, and raise StopRequested."""
     replicas_match(run)
     run.context.status.enter(Phase.STOP)

@@ -17,7 +17,7 @@ CHUNK = 1 << 20
 def write_file(
     path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len
 ) -> None:
-    """Write a new file and fsync it, passing each chunk to `on_chunk` before.
+    """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written.
 
     Afterwards its pages are dropped from the page cache, if the system supports this: otherwise
     reading the file back would verify the cache and not the disk.
