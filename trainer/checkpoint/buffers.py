@@ -106,7 +106,7 @@ class Buffers:
     def _versions(self) -> list[tuple[int, int]]:
         """A value for each buffer that differs after a change or an assignment."""
         current = [owner.get(name) for owner, name in self._slots]
-        return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in current]
+        return [(id(b), 0 if b is None or b.is_inference() else torch_private.version(b)) for b in current]
 
     def watch(self, moved: Container[Tensor]) -> None:
         """Let `nonfinite` check the buffers in `moved` that were finite at `keep`."""

@@ -8,6 +8,8 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
+from trainer.distributed.torch_private import version
+
 SMALL = 1 << 16
 """Tensors up to this many bytes are copied at once: another thread would cost about as much."""
 
@@ -43,7 +45,7 @@ class Snapshot:
                     kept[name] = _buffer_for(tensor, pin)
                 source, target = tensor.detach(), kept[name]
                 if tensor.data_ptr() in later and _is_plain_memory(source, target):
-                    self._deferred.append((source, target, source._version))
+                    self._deferred.append((source, target, version(source)))
                 else:
                     sources.append(source)
                     targets.append(target)
@@ -61,7 +63,7 @@ class Snapshot:
         deferred, self._deferred = self._deferred, []
         for source, target, _ in deferred:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return all(source._version == version for source, _, version in deferred)
+        return all(version(source) == before for source, _, before in deferred)
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

@@ -26,6 +26,11 @@ BatchNorm = _BatchNorm
 """The base of all batch norms. DDP refuses subclasses of the public nn.SyncBatchNorm on a CPU."""
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place. Public functions only raise this counter."""
+    return tensor._version
+
+
 def set_timeout(group: ProcessGroup, timeout_s: float) -> None:
     """Set the timeout of all later collectives of a group, including those of DDP and user code.
 

@@ -19,6 +19,7 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import ReplicaCheck, checksums
 from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
+from trainer.distributed.torch_private import version
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.optim import nan_detection
@@ -114,7 +115,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     find_unused = built.context.config.parallel.find_unused == "on"
     buffers.keep()
     before = checksums(model.parameters())
-    versions = [p._version for p in model.parameters()]
+    versions = [version(p) for p in model.parameters()]
     micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     seen = None
@@ -124,7 +125,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     synced = replace(micro, spec=replace(micro.spec, last=True))
     with count_accumulations(compute.parameters if canonical else ()) as times:
         activations = memory.activations(model, partial(compute, synced, rehearsal=True))
-    mutates_batch = any(t._version for t in batches.tensors(micro.batch))
+    mutates_batch = any(version(t) for t in batches.tensors(micro.batch))
     buffers.restore_storage()
     state.check_structure()
     if canonical:
@@ -229,7 +230,7 @@ def _moves_parameters(
     names, parameters = zip(*model.named_parameters(), strict=True)
     after = checksums(parameters)
     # Version counters also detect writes of equal values, such as a teacher equal to its student.
-    written = torch.tensor([p._version != old for p, old in zip(parameters, versions, strict=True)])
+    written = torch.tensor([version(p) != old for p, old in zip(parameters, versions, strict=True)])
     moved = world.all_sum(((after != before).cpu() | written).double()).tolist()
     if not any(moved):
         return False

@@ -34,6 +34,16 @@ def group():
     dist.destroy_process_group()
 
 
+def test_the_version_of_a_tensor_counts_its_changes_in_place():
+    tensor = torch.zeros(2)
+    before = torch_private.version(tensor)
+
+    tensor.view(1, 2).add_(1)
+
+    assert torch_private.version(tensor) == before + 1
+    assert torch_private.version(tensor + 1) == 0
+
+
 def test_the_timeout_of_a_group(group):
     torch_private.set_timeout(group, 7.0)
 
