@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed import torch_private
+from trainer.distributed.torch_private import buffer_slots, version
 from trainer.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class Buffers:
         self._names: list[str] = []
         self._persistent: list[bool] = []
         for path, module in model.named_modules():
-            for owner, name, persistent in torch_private.buffer_slots(module):
+            for owner, name, persistent in buffer_slots(module):
                 self._slots.append((owner, name))
                 self._originals.append(owner[name])
                 self._names.append(f"{path}.{name}" if path else name)
@@ -106,7 +106,7 @@ class Buffers:
     def _versions(self) -> list[tuple[int, int]]:
         """A value for each buffer that differs after a change or an assignment."""
         current = [owner.get(name) for owner, name in self._slots]
-        return [(id(b), 0 if b is None or b.is_inference() else torch_private.version(b)) for b in current]
+        return [(id(b), 0 if b is None or b.is_inference() else version(b)) for b in current]
 
     def watch(self, moved: Container[Tensor]) -> None:
         """Let `nonfinite` check the buffers in `moved` that were finite at `keep`."""
