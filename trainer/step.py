@@ -141,7 +141,7 @@ class ForwardBackward:
             if reduced:
                 self.communication.time_backward(loss)
             with self._waiting if reduced else NOTHING:
-                self._scaler.scale(loss).backward()
+                self._scaler.scale(loss).backward(self.objective.gradients.get(loss.dtype))
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)
             self.communication.end_backward()

@@ -176,6 +176,11 @@ class Objective(nn.Module):
         self._next_is_nan, self._nonfinite = False, nonfinite
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
+        dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
+        self.gradients = {} if num_ranks > 1 else {
+            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
+        """Dtype of the loss → the gradient with which backward begins, in place of 1: that of the
+        mean. Empty with several ranks, where `forward` divides the loss, to which it adds sums."""
 
     def forward(self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
@@ -196,7 +201,8 @@ class Objective(nn.Module):
         loss = self.accumulator.add(outcome, samples, replaced)
         if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
             loss = loss.float()
-        loss = loss * self._factor
+        if self.stats_carrier is not None:
+            loss = loss * self._factor
         if requests is not None:
             self.accumulator.set_requests(requests, self._nonfinite())
             if self.stats_carrier is not None:
