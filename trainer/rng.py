@@ -6,6 +6,7 @@ the number does not depend on ranks, loader workers, prefetching or restarts.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -156,9 +157,11 @@ def find_generators(*owners: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> Iterable[Any]:
-    if isinstance(item, list | tuple | dict):
+    if isinstance(item, list | tuple | dict | collections.deque):
         entries = item.values() if isinstance(item, dict) else item
         return entries if len(item) <= _MANY else ()
+    if isinstance(item, property):
+        return (item.fget,)
     if isinstance(item, types.FunctionType):
         return _referred(item)
     if isinstance(item, types.MethodType | types.BuiltinMethodType | staticmethod | classmethod):

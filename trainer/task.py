@@ -40,6 +40,11 @@ RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples"
                     "skipped", "replaced", "train_loss", "table")
 """Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
 
+METHOD_ARGUMENTS = {
+    "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
+    "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
+    "fingerprint": (), "figures": (), "first_loss": ()}
+"""Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
 FOREIGN_METHODS = {
     "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
@@ -89,6 +94,8 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
         metrics = {name: (value, outcome.count) for name, value in total.items()}
         total = torch.stack([value.float() for value in total.values()]).sum()
     for name in (*metrics, *outcome.metrics):
+        if not isinstance(name, str):
+            raise ConfigError(f"the task's loss returned a metric named {name!r}; use a string.")
         if name in RESERVED_METRICS or name.startswith("val_"):
             raise ConfigError(f"the task's loss returned a metric {name!r}; this name is reserved, "
                               f"as are {', '.join(RESERVED_METRICS)} and all that begin with val_; "
@@ -106,6 +113,8 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
 
 def _find_misuse(outcome: Outcome) -> str:
     """Why the sums and counts of an `Outcome` are invalid; empty if they are valid."""
+    if not isinstance(outcome.table, Tensor | None):
+        return f"Outcome.table is a {type(outcome.table).__name__}; use a tensor of counts"
     if not isinstance(outcome.metrics, Mapping):
         return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; use a dict of "
                 "name: (sum, count)")
@@ -170,6 +179,25 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
         """Sums over one micro-batch, also of 0 samples; `model.training` is False in evaluation."""
         ...
+
+
+def check_signatures(task: Any) -> None:
+    """Raise ConfigError if a method of the task doesn't accept the arguments of its call."""
+    task = getattr(task, "given", task)  # for a task given as an object, its own methods
+    if isinstance(model := getattr(task, "model", None), nn.Module):
+        raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__}; "
+                          "make it a method that returns a new model: def model(self).")
+    for name, given in METHOD_ARGUMENTS.items():
+        try:
+            signature = inspect.signature(getattr(task, name, None))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # no such method, or one implemented in C
+            continue
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
+                              f"{name}({', '.join(given)}), which fails: {error}; correct its "
+                              "parameters (self is the first one).") from error
 
 
 def task_figures(task: Any) -> dict[str, Any]:

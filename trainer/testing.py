@@ -28,7 +28,14 @@ from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
 from trainer.run.hidden_state import check_state_dict, differing, same, values
 from trainer.step import Step
-from trainer.task import SPLITS, Outcome, check_outcome, task_figures, uncalled_methods
+from trainer.task import (
+    SPLITS,
+    Outcome,
+    check_outcome,
+    check_signatures,
+    task_figures,
+    uncalled_methods,
+)
 
 SEED = 0
 TOLERANCE = 1e-5
@@ -154,6 +161,7 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     irreproducible = bool(problems)
     problems += [unused] if (unused := uncalled_methods(task)) else []
     try:
+        check_signatures(task)
         task_figures(task)
         case = _case(task, batch_size)
     except Exception as error:

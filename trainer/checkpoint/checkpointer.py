@@ -341,9 +341,16 @@ class Checkpointer:
         if step not in job.protect or self._world.has_nodes:
             return
         if (before := self.store.hide_damaged(step)) is not None:
-            job.error = SaveFailed(
-                f"the best weights, of step {step}, are damaged. The next start continues from "
-                f"step {before} and computes them again")
+            job.error = _damaged_best(step, before)
+
+    def end_for_damaged_best(self, step: int) -> None:
+        """Collective. Raise SaveFailed if the checkpoint of the best weights is damaged, and an
+        older one is left from which the next start can compute them again."""
+        hidden = self._world.gather_json(
+            self.store.hide_damaged(step) if self._world.writes_run_dir else None)
+        for before in hidden:
+            if before is not None:
+                raise _damaged_best(step, before)
 
     def _finish_snapshot(self, job: SaveJob) -> None:
         try:
@@ -400,3 +407,8 @@ class Checkpointer:
         if self._writing is not None:
             with waiting_for(WaitsFor.WRITER):
                 self._writing.result()
+
+
+def _damaged_best(step: int, before: int) -> SaveFailed:
+    return SaveFailed(f"the best weights, of step {step}, are damaged. The next start continues "
+                      f"from step {before} and computes them again")

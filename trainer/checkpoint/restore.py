@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -160,6 +161,8 @@ def _locate(path: Path) -> dict[str, Any]:
     """Path and step of the checkpoint at a user's path, or why there is none."""
     if not path.is_dir():
         return {"why": "there is no such folder"}
+    if not os.access(path, os.R_OK | os.X_OK):
+        return {"why": "the folder can't be read"}
     if match := re.fullmatch(layout.STEP_NAME, path.name):
         return {"step": int(match[1]), "path": str(path), "skipped": []}
     found, skipped = Store(path / layout.CHECKPOINTS).newest_valid()

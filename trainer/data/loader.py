@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class Loader:
         self.read.append(micro)
         if self._device.type == "cpu":
             return micro
-        with torch.cuda.stream(self._stream):  # without a stream this does nothing
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
 
     def _report_replaced(self, micro: MicroBatch) -> None:

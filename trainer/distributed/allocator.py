@@ -15,6 +15,9 @@ _kept = False
 """Whether freed memory currently stays in this process."""
 
 
+SETTINGS = ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")
+
+
 def keep_freed() -> bool:
     """Keep the memory that a step frees for the next step; False if the C library is not glibc, or
     the user has set allocator options.
@@ -24,7 +27,7 @@ def keep_freed() -> bool:
     are still mapped and unmapped separately.
     """
     global _kept
-    users = any(name.startswith("MALLOC_") for name in os.environ) or (
+    users = any(f"MALLOC_{name}_" in os.environ for name in SETTINGS) or (
         "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""))
     _kept = not users and _set(M_MMAP_THRESHOLD, LARGEST) and _set(M_TRIM_THRESHOLD, NEVER)
     return _kept

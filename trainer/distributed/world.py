@@ -57,21 +57,27 @@ class LaunchInfo:
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
 
-        def number(name: str, default: str = "") -> int:
+        def check(condition: bool, name: str, expected: str) -> None:
+            if not condition:
+                found = f"is {env[name]!r}" if env.get(name) else "is not set"
+                raise ConfigError(f"environment variable {name} {found}; it must be {expected}: "
+                                  "start with torchrun or `python -m launch`, or set all of its "
+                                  "variables.")
+
+        def number(name: str, default: str = "", *, low: int = 0, high: int = 2**31 - 1) -> int:
             text = env.get(name) or default
-            if not text.isdecimal():
-                found = f"is {text!r}" if text else "is not set"
-                raise ConfigError(f"environment variable {name} {found}; it must be a whole "
-                                  "number: start with torchrun or `python -m launch`, or set all "
-                                  "of its variables.")
+            check(text.isdecimal() and low <= int(text) <= high, name,
+                  f"a whole number from {low} to {high}")
             return int(text)
 
-        size = number("WORLD_SIZE")
+        size = number("WORLD_SIZE", low=1)
+        local_size = number("LOCAL_WORLD_SIZE", low=1, high=size)
+        check(size == 1 or bool(env.get("MASTER_ADDR")), "MASTER_ADDR", "the address of rank 0")
         return cls(
-            rank=number("RANK"), size=size,
-            local_rank=number("LOCAL_RANK"), local_size=number("LOCAL_WORLD_SIZE"),
+            rank=number("RANK", high=size - 1), size=size,
+            local_rank=number("LOCAL_RANK", high=local_size - 1), local_size=local_size,
             master_address=env.get("MASTER_ADDR", ""),
-            master_port=number("MASTER_PORT", "0" if size == 1 else ""),
+            master_port=number("MASTER_PORT", "0" if size == 1 else "", high=65535),
             run_id=env.get("TORCHELASTIC_RUN_ID"),
             restart_count=number("TORCHELASTIC_RESTART_COUNT", "0"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),

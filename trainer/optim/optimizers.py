@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -110,6 +111,8 @@ def make_optimizer(config: Optim, model: nn.Module,
                           "all are frozen, or the task's parameter_groups(model) is empty.")
     try:
         optimizer = _make(config, model, made)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"--optim.name {config.name}: calling it with parameter groups (those of the task's "
@@ -141,6 +144,13 @@ def _make(config: Optim, model: nn.Module, groups: Groups) -> Any:
                               "weight decay; remove the flag.")
         del options["weight_decay"]
         groups = [{k: v for k, v in g.items() if k != "weight_decay"} for g in groups]
+    arguments = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
+    needed = [p.name for p in list(arguments.values())[1:]
+              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed:
+        raise ConfigError(f"--optim.name {config.name}: its step() requires {needed[0]}, to "
+                          "compute the loss several times per update; the trainer computes it "
+                          "once. Use an optimizer that needs no such argument, such as adamw.")
     return cls(groups, **options)
 
 

@@ -104,6 +104,7 @@ def _load_best(run: Run) -> str:
     chosen = best.step or last
     why = f"which have the best {best.metric}" if best.value is not None else "the last step"
     if chosen != last and not run.guard.checkpoint.load_model(chosen):
+        run.guard.checkpoint.end_for_damaged_best(chosen)
         run.context.log.warning(
             f"the best weights, of step {chosen}, are lost: no valid checkpoint holds them any "
             "more; the weights of the last step are used instead")

@@ -25,7 +25,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.run.hidden_state import check_state_dict
-from trainer.task import SPLITS, load_object, task_figures
+from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -80,6 +80,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
                           "support; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
+    check_signatures(task)
     figures = task_figures(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
