@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 from types import SimpleNamespace
@@ -66,12 +67,13 @@ def test_keys_determine_the_draws_of_a_generator(kind):
     lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
     lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
     lambda g: Draws(functools.partial(max, 1, key=g)),
-    lambda g: Draws([Slotted(g)]),
+    lambda g: Draws(collections.deque([Slotted(g)])),
     lambda g: Draws((lambda own: (yield from iter(own.random, None)))(g)),
     lambda g: Draws(lambda: g),
     lambda g: Draws(functools.cache(lambda x=g: x)),
     lambda g: Draws(Draws(g).__len__),
     lambda g: type("Owner", (), {"shared": g})(),
+    lambda g: type("Owner", (), {"drawn": property(lambda self: g)})(),
 ])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_nested_generators_are_found(kind, nest):

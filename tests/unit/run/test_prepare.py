@@ -17,7 +17,7 @@ from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
 from trainer.run.prepare import prepare
-from trainer.task import Outcome, check_outcome, uncalled_methods
+from trainer.task import ObjectTask, Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
 
@@ -56,6 +56,16 @@ def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
     config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
                          **sections)
     return prepare(config, world)
+
+
+def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
+    class Forgetful(Made):
+        def loss(self, batch: Any) -> Any:  # type: ignore[override]
+            raise AssertionError("nothing is trained here")
+
+    for task in (Forgetful(), ObjectTask.of(Forgetful())):
+        with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
+            prepared(task)
 
 
 def fingerprint(make: Any) -> str:
