@@ -42,7 +42,8 @@ def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
       for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                    "MASTER_PORT")),
     ("RANK", "4", "RANK is '4'.*from 0 to 3"), ("WORLD_SIZE", "0", "WORLD_SIZE is '0'"),
-    ("MASTER_PORT", "99999", "to 65535"), ("RANK", "-1", "RANK is '-1'"), ("RANK", "two", "RANK is 'two'"),
+    ("MASTER_PORT", "99999", "to 65535"), ("RANK", "-1", "RANK is '-1'"),
+    ("RANK", "two", "RANK is 'two'"),
     ("TORCHELASTIC_RESTART_COUNT", "1.5", "TORCHELASTIC_RESTART_COUNT is '1.5'"),
 ])
 def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: str) -> None:
