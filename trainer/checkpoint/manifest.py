@@ -18,7 +18,6 @@ from trainer.storage.layout import MANIFEST
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""
-Reader = Callable[[Path, Callable[[Any], object]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +70,8 @@ class StagedCheckpoint:
                 back.
             StaleAttempt: raised by the store's guard; nothing was published.
         """
-        manifest = encode_manifest({
-            "run": run, "generation": self.generation, "step": self.step, "kind": kind,
-            "files": self._files, "extra": {},
-        })  # fmt: skip
+        manifest = encode_manifest({"run": run, "generation": self.generation, "step": self.step,
+                                    "kind": kind, "files": self._files})
         write_file(self.path / MANIFEST, self._counted(manifest))
         fsync_folder(self.path)
         return self._publish()
@@ -120,33 +117,13 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
 def verify(path: Path, step: int) -> CheckpointInfo:
     """Compare sizes and hashes of all files of a checkpoint with the manifest. Raises
     CheckpointDamaged, with the folder, the file and the difference."""
-    return read_verified(path, step, read_chunks)[0]
-
-
-def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, dict[str, Any]]:
-    """As `verify`; also returns the content of each file, which is read once.
-
-    Args:
-        read: reads a file, passes all its bytes in order to its second argument, and returns the
-            content.
-    """
-    info, contents = read_manifest(path, step), dict[str, Any]()
+    info = read_manifest(path, step)
     why = info.why
     for name, entry in info.manifest.get("files", {}).items():
-        why = why or size_difference(path / name, entry)
-        hasher = xxhash.xxh3_128()
-        try:
-            if why is None:
-                contents[name] = read(path / name, hasher.update)
-        except OSError as error:
-            why = f"{name} can't be read: {error.strerror}"
-        except (ValueError, KeyError, TypeError, AttributeError):  # no tensor file any more
-            hasher.reset()
-        if why is None and hasher.hexdigest() != entry["xxh3_128"]:
-            why = f"{name} doesn't match its checksum"
+        why = why or size_difference(path / name, entry) or _content_difference(path / name, entry)
     if why:
         raise CheckpointDamaged(f"{path.name}: {why}")
-    return info, contents
+    return info
 
 
 def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
@@ -162,6 +139,16 @@ def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     if status.st_size != entry["bytes"]:
         return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
     return None
+
+
+def _content_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    hasher = xxhash.xxh3_128()
+    try:
+        read_chunks(path, hasher.update)
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror}"
+    equal = hasher.hexdigest() == entry["xxh3_128"]
+    return None if equal else f"{path.name} doesn't match its checksum"
 
 
 def _tail(body: bytes) -> bytes:

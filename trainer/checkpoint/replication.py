@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
-from trainer.errors import CheckpointDamaged
 from trainer.storage.jsonl import FileMark
 from trainer.telemetry.events import Log
 from trainer.telemetry.metrics import ResumedRecord, read_metrics, resumed_lines
@@ -67,9 +67,9 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     """Collective. Copy a checkpoint, preferably from rank `first`, to the folders without the same
     one. A node that was absent during a rollback has an abandoned one of this step."""
     looks = world.writes_run_dir or world.rank == first
-    if len({*world.gather_json(_checksum(step, store) if looks else None)} - {None}) == 1:
+    if len({*world.gather_json(store.checksum(step) if looks else None)} - {None}) == 1:
         return
-    every = world.gather_json(_checksum(step, store, verify=True) if looks else "")
+    every = world.gather_json(store.checksum(step, verify=True) if looks else "")
     holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
     needs_copy = world.writes_run_dir and every[world.rank] != every[holder]
     if not any(world.gather_json(needs_copy)):
@@ -84,20 +84,20 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     described = world.broadcast_json(described, holder)
     received = {name: _send(files.get(name), size, world, holder)
                 for name, size in described["files"].items()}
-    error: Exception | None = None
-    if needs_copy:
+
+    def write() -> None:
         try:
-            with store.stage(step, generation=described["generation"]) as stage:
-                for name, chunks in received.items():
-                    stage.write(name, chunks)
-                stage.commit(kind=described["kind"], run=run_id)
-            log.event("copied", at_step=step, holder=holder)
-        except Exception as problem:
-            error = problem
-    for chunks in received.values():  # take part in all broadcasts
-        for _ in chunks:
-            pass
-    world.raise_on_all_ranks(error)
+            if needs_copy:
+                with store.stage(step, generation=described["generation"]) as stage:
+                    for name, chunks in received.items():
+                        stage.write(name, chunks)
+                    stage.commit(kind=described["kind"], run=run_id)
+                log.event("copied", at_step=step, holder=holder)
+        finally:  # take part in all broadcasts
+            for chunks in received.values():
+                deque(chunks, maxlen=0)
+
+    world.fail_together(write)
 
 
 def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:
@@ -111,12 +111,3 @@ def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[m
         yield chunk.numpy().data
     if file is not None:
         file.close()
-
-
-def _checksum(step: int, store: Store, *, verify: bool = False) -> str:
-    """Checksum of this step's manifest; "" if the checkpoint is missing or damaged."""
-    try:
-        info = store.verify(step) if verify else store.find(step)
-    except CheckpointDamaged:
-        return ""
-    return str(info.manifest["checksum"])

@@ -22,10 +22,9 @@ import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import CheckpointInfo, Reader, StagedCheckpoint
+from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
 from trainer.storage.layout import STEP_NAME, step_name
@@ -122,11 +121,14 @@ class Store:
         """As `find`; also compares all files with the manifest's hashes."""
         return self._verify(self.find(step).path, step)
 
-    def read(self, step: int, read: Reader) -> dict[str, Any]:
-        """As `verify`; returns the contents of the files by name (see `read_verified`)."""
-        info, contents = manifest.read_verified(self.find(step).path, step, read)
-        self._verified.add(info.manifest["checksum"])
-        return contents
+    def checksum(self, step: int, *, verify: bool = False) -> str:
+        """Checksum of the manifest of a step; "" if the checkpoint is missing or damaged, as `find`
+        (or `verify`) sees it."""
+        try:
+            info = self.verify(step) if verify else self.find(step)
+        except (CheckpointDamaged, OSError):
+            return ""
+        return str(info.manifest["checksum"])
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""

@@ -7,7 +7,6 @@ Three of them act on what an earlier one returned: `_find_resumption` loads the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +240,6 @@ def _arm(
     """Arm the faults to be injected, from the next progress mark on."""
 
     def flip() -> None:
-        checkpoint.finish_copy()
         parameter = next(p for p in state.model.parameters() if p.numel())
         memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
         memory.set_(parameter.untyped_storage())[0] ^= 1
@@ -276,16 +274,10 @@ def _evaluator(
     """The evaluator of a split, with the average of the weights if there is one."""
     state, stop = trainable.state, context.stop
 
-    @contextlib.contextmanager
-    def weights() -> Iterator[None]:
-        if state.ema is not None:
-            trainable.checkpoint.finish_copy()
-        with contextlib.nullcontext() if state.ema is None else state.ema.exchanged():
-            yield
-
     return None if setup.data[split] is None else make_evaluator(
         setup.task, setup.data[split], setup.model, context.config, context.world,
-        autocast=trainable.compute.autocast, marks=context.marks, weights=weights,
+        autocast=trainable.compute.autocast, marks=context.marks,
+        weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
         stopped=lambda: stop.requested, warn_once=context.log.warn_once)
