@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.storage import layout
-from trainer.storage.jsonl import MappedCounter, newest_step, parse_records
+from trainer.storage.jsonl import CounterFile, newest_step, parse_records
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
@@ -44,7 +44,7 @@ class RunFollower:
                 self.saved_step = max(self.saved_step, step)
             self.reached_step = max(self.reached_step, step)
         self.reached_step = max(self.reached_step, newest_step(folder / layout.METRICS),
-                                MappedCounter.read(folder / layout.LAST_STEP))
+                                CounterFile.read(folder / layout.LAST_STEP))
 
     def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""

@@ -310,19 +310,20 @@ class Checkpointer:
         start this would delay the first step. If they are damaged, this attempt ends, and the next
         one resumes from before them."""
         step, self._unverified_best = self._unverified_best, 0
-        if step not in job.protect or self._world.has_nodes:
-            return
-        if (before := self.store.hide_damaged(step)) is not None:
-            job.error = _damaged_best(step, before)
+        if step in job.protect and not self._world.has_nodes:
+            job.error = self._hide_damaged_best(step)
 
     def end_for_damaged_best(self, step: int) -> None:
         """Collective. Raise SaveFailed if the checkpoint of the best weights is damaged, and an
         older one is left from which the next start can compute them again."""
-        hidden = self._world.gather_json(
-            self.store.hide_damaged(step) if self._world.writes_run_dir else None)
-        for before in hidden:
-            if before is not None:
-                raise _damaged_best(step, before)
+        self._world.raise_on_all_ranks(
+            self._hide_damaged_best(step) if self._world.writes_run_dir else None)
+
+    def _hide_damaged_best(self, step: int) -> SaveFailed | None:
+        before = self.store.hide_damaged(step)
+        return None if before is None else SaveFailed(
+            f"the best weights, of step {step}, are damaged. The next start continues from step "
+            f"{before} and computes them again")
 
     def _write_files(self, stage: StagedCheckpoint, job: SaveJob) -> None:
         if names := self._state.nonfinite_parameters(job.tensors[MODEL]):
@@ -359,7 +360,7 @@ class Checkpointer:
         return restore_model(step, self.store, self._state, self._world)
 
     def close(self) -> None:
-        """Wait for the last save and stop the writer. Raises OSError if the save failed."""
+        """As `finish_pending`, then stop the writer."""
         self.finish_pending(must=True)
         self._writer.shutdown()
         self.store.close()
@@ -369,8 +370,3 @@ class Checkpointer:
         if self._writing is not None:
             with waiting_for(WaitsFor.WRITER):
                 self._writing.result()
-
-
-def _damaged_best(step: int, before: int) -> SaveFailed:
-    return SaveFailed(f"the best weights, of step {step}, are damaged. The next start continues "
-                      f"from step {before} and computes them again")

@@ -16,8 +16,7 @@ from trainer.errors import CheckpointDamaged
 from trainer.storage.files import fsync_folder, read_chunks, write_file
 from trainer.storage.layout import MANIFEST
 
-Buffer = Any
-"""An object with a contiguous buffer: bytes, a memoryview, an array."""
+Buffer = Any  # an object with a contiguous buffer: bytes, a memoryview, an array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,7 @@ class StagedCheckpoint:
             kind: reason of the save: "periodic", "best", "stop" or "survivor".
 
         Raises:
-            CheckpointDamaged: it doesn't read back as written; an older one of this step was put
-                back.
+            CheckpointDamaged: it doesn't read back as written; an older one was put back.
             StaleAttempt: raised by the store's guard; nothing was published.
         """
         manifest = encode_manifest({"run": run, "generation": self.generation, "step": self.step,
@@ -107,27 +105,33 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
     except (ValueError, KeyError) as error:
         why = str(error)
     else:
-        return CheckpointInfo(
-            path=path, step=step, generation=manifest["generation"], run=manifest["run"],
-            kind=manifest["kind"], manifest=manifest,
-        )  # fmt: skip
+        return CheckpointInfo(path=path, step=step, generation=manifest["generation"],
+                              run=manifest["run"], kind=manifest["kind"], manifest=manifest)
     return CheckpointInfo(path=path, step=step, manifest={}, why=why)
 
 
+def check_sizes(info: CheckpointInfo) -> CheckpointInfo:
+    """Compare the sizes of all files of a checkpoint with its manifest. Raises CheckpointDamaged,
+    with the folder, the file and the difference."""
+    return _check(info, _size_difference)
+
+
 def verify(path: Path, step: int) -> CheckpointInfo:
-    """Compare sizes and hashes of all files of a checkpoint with the manifest. Raises
-    CheckpointDamaged, with the folder, the file and the difference."""
-    info = read_manifest(path, step)
-    why = info.why
-    for name, entry in info.manifest.get("files", {}).items():
-        why = why or size_difference(path / name, entry) or _content_difference(path / name, entry)
-    if why:
-        raise CheckpointDamaged(f"{path.name}: {why}")
+    """Read a manifest, and compare sizes and hashes of all files with it, as `check_sizes`."""
+    return _check(check_sizes(read_manifest(path, step)), _content_difference)
+
+
+def _check(
+    info: CheckpointInfo, difference: Callable[[Path, Mapping[str, Any]], str | None]
+) -> CheckpointInfo:
+    found = (difference(info.path / name, entry)
+             for name, entry in info.manifest.get("files", {}).items())
+    if why := info.why or next(filter(None, found), None):
+        raise CheckpointDamaged(f"{info.path.name}: {why}")
     return info
 
 
-def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest, without reading it, or None."""
+def _size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     try:
         status = path.stat()
     except FileNotFoundError:

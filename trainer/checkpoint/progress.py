@@ -45,7 +45,6 @@ class TrainProgress:
         return self.step - self.skipped
 
     def complete(self, step: int, *, replaced: int = 0) -> None:
-        """Move to the boundary after a global batch."""
         self.replaced += replaced
         self.step = step
 

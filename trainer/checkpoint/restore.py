@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer import rng
@@ -22,6 +25,8 @@ from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.storage import layout, tensorfile
 from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
+
+CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -147,13 +152,11 @@ def restore_state(
     otherwise the holder broadcasts it, which takes longer."""
     if found.path is not None:
         store = Store(found.path.parent)
-    holds = found.holder == world.rank
-    every = world.gather_json(store.checksum(found.step, verify=not holds))
-    all_hold_it = set(every) == {every[found.holder]} != {""}
-    tensors: dict[str, dict[str, Tensor]] = world.fail_together(
-        partial(_load, store, found.step) if holds or all_hold_it else dict)
-    if not all_hold_it:
-        tensors = _send(tensors if holds else None, found.holder, world)
+    every = world.gather_json(store.checksum(found.step, verify=found.holder != world.rank))
+    if set(every) == {every[found.holder]} != {""}:
+        tensors = world.fail_together(partial(_load, store, found.step))
+    else:
+        tensors = _receive(store, found, world)
     world.fail_together(partial(state.load, tensors, found.state))
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
@@ -208,14 +211,36 @@ def _load(store: Store, step: int) -> dict[str, dict[str, Tensor]]:
             for path in store.find(step).path.glob("*.safetensors")}
 
 
-def _send(
-    tensors: dict[str, dict[str, Tensor]] | None, holder: int, world: World
+def _receive(
+    store: Store, found: CheckpointRef, world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the holder's tensors."""
-    described = {name: tensorfile.describe_tensors(t) for name, t in (tensors or {}).items()}
-    described = world.broadcast_json(described, holder)
-    if tensors is None:
-        tensors = {name: tensorfile.empty_tensors(d) for name, d in described.items()}
-    for name in described:
-        world.broadcast(list(tensors[name].values()), holder)
-    return tensors
+    """Collective. Broadcast the tensor files of a checkpoint from its holder, and load them."""
+    def find() -> dict[str, Path]:
+        folder = store.find(found.step).path
+        return {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+
+    files = world.fail_together(find if found.holder == world.rank else dict)
+    return {name: tensorfile.parse_tensors(b"".join(chunks))
+            for name, chunks in broadcast_files(files, found.holder, world).items()}
+
+
+def broadcast_files(
+    files: Mapping[str, Path], holder: int, world: World
+) -> dict[str, Iterator[memoryview]]:
+    """Collective. Broadcast files of the holder by name; every rank must read all bytes of all
+    files, in order."""
+    sizes = world.broadcast_json({n: path.stat().st_size for n, path in files.items()}, holder)
+    return {name: _broadcast_file(files.get(name), size, holder, world)
+            for name, size in sizes.items()}
+
+
+def _broadcast_file(
+    path: Path | None, size: int, holder: int, world: World
+) -> Iterator[memoryview]:
+    with contextlib.nullcontext() if path is None else path.open("rb") as file:
+        for start in range(0, size, CHUNK_BYTES):
+            chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if file is not None:
+                file.readinto(chunk.numpy().data)
+            world.broadcast([chunk], holder)
+            yield chunk.numpy().data

@@ -60,12 +60,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
-    """Name → [dtype, shape], as JSON values."""
-    return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+def parse_tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors in the content of a safetensors file."""
+    from safetensors.torch import load
 
-
-def empty_tensors(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
-    """Uninitialized tensors of the dtypes and shapes that `describe_tensors` returned."""
-    return {n: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
-            for n, (dtype, shape) in description.items()}
+    return load(data)
