@@ -16,9 +16,9 @@ from trainer.telemetry.status import Status
 class StepBoundary:
     """Copies of the buffers at the last step boundary, and the lock of its state.
 
-    The lock is free from the beginning of a step to its update. In that time parameters, optimizer,
-    progress and the copies of the buffers are those of the boundary; another thread that takes the
-    lock may save them, and the main thread can't update any more.
+    The lock is free from the beginning of a step to its update: so long, parameters, optimizer,
+    progress and the copies are those of the boundary. Another thread that takes the lock may save
+    them, and the main thread can't update any more.
     """
 
     def __init__(self, model: nn.Module, status: Status) -> None:

@@ -35,12 +35,8 @@ class CheckpointInfo:
 
 
 class StagedCheckpoint:
-    """A checkpoint that is being written to a temporary folder.
-
-    Args:
-        midway: called once, after the first buffer has been written.
-        publish: called when all files are durable; renames the folder to its final name.
-    """
+    """A checkpoint that is being written to a temporary folder. Calls `midway` after the first
+    buffer, and `publish` when all files are durable, to rename the folder to its final name."""
 
     def __init__(
         self, path: Path, *, step: int, generation: int, midway: Callable[[], None],

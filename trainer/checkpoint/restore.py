@@ -47,26 +47,21 @@ class CheckpointRef:
 def find_checkpoint(
     store: Store, world: World, run_id: str, *, newest: int | None = None
 ) -> CheckpointRef | None:
-    """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
+    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read; its
+    holder verifies it. None without checkpoints; ConfigError if all are damaged.
 
-    The holder verifies it. If the checkpoint of the best weights is gone or has files of
-    another size, the newest one from before it is selected, if any: resuming there computes them
-    again.
-
-    Args:
-        newest: step of the newest checkpoint to consider; None: all.
-
-    Raises:
-        ConfigError: none of the checkpoints is valid.
+    If the checkpoint of the best weights is gone or has files of another size, the newest one from
+    before it is selected, if any: resuming there computes them again.
     """
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
     while True:
-        mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
+        here = store.checkpoints()
+        mine = [[i.generation, i.step] for i in here if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
-        broken = [f"{i.path.name}: {i.why}" for i in store.checkpoints() if i.why is not None]
+        broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
         seen = world.gather_json({"good": mine, "broken": broken})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in view["good"]]
@@ -148,8 +143,8 @@ def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
     """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
-    ranks if it doesn't fit. Each rank reads it if all have the same valid one on their disks;
-    otherwise the holder broadcasts it, which takes longer."""
+    ranks if it doesn't fit. Unless all have the same valid one on their disks, the holder
+    broadcasts it, which takes longer."""
     if found.path is not None:
         store = Store(found.path.parent)
     every = world.gather_json(store.checksum(found.step, verify=found.holder != world.rank))
@@ -215,6 +210,7 @@ def _receive(
     store: Store, found: CheckpointRef, world: World
 ) -> dict[str, dict[str, Tensor]]:
     """Collective. Broadcast the tensor files of a checkpoint from its holder, and load them."""
+
     def find() -> dict[str, Path]:
         folder = store.find(found.step).path
         return {path.name: path for path in sorted(folder.glob("*.safetensors"))}

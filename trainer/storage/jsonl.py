@@ -74,13 +74,11 @@ class AppendFile:
 
     def restore(self, *, others: bool = False) -> str:
         """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
+        Raises OSError if the file can't be written back; the open one is still used.
 
         Args:
             others: other processes append to the file too: one of them has restored a file that
                 replaced this one.
-
-        Raises:
-            OSError: the file can't be written back; the open one is still used.
         """
         with self._lock:
             damage = self.damage

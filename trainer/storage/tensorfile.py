@@ -61,7 +61,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def parse_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors in the content of a safetensors file."""
+    """The tensors in the content of a safetensors file, by name: `load` has no fixed order."""
     from safetensors.torch import load
 
-    return load(data)
+    return dict(sorted(load(data).items()))
