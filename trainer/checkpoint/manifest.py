@@ -106,15 +106,15 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
     return CheckpointInfo(path=path, step=step, manifest={}, why=why)
 
 
-def check_sizes(info: CheckpointInfo) -> CheckpointInfo:
+def verify_sizes(info: CheckpointInfo) -> CheckpointInfo:
     """Compare the sizes of all files of a checkpoint with its manifest. Raises CheckpointDamaged,
     with the folder, the file and the difference."""
     return _check(info, _size_difference)
 
 
 def verify(path: Path, step: int) -> CheckpointInfo:
-    """Read a manifest, and compare sizes and hashes of all files with it, as `check_sizes`."""
-    return _check(check_sizes(read_manifest(path, step)), _content_difference)
+    """Read a manifest, and compare sizes and hashes of all files with it, as `verify_sizes`."""
+    return _check(verify_sizes(read_manifest(path, step)), _content_difference)
 
 
 def _check(

@@ -109,7 +109,7 @@ class Store:
         if info is None:
             raise CheckpointDamaged(
                 f"{step_name(step)}: there is no such checkpoint in {self.folder}")
-        return manifest.check_sizes(info)
+        return manifest.verify_sizes(info)
 
     def verify(self, step: int) -> CheckpointInfo:
         """As `find`; also compares all files with the manifest's hashes."""
