@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from trainer.commands.report.charts import smooth
+from trainer.commands.report.plots import smooth
 from trainer.commands.scratch_run import scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
