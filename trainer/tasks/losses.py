@@ -27,7 +27,6 @@ _ENOUGH = 32
 
 
 def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None) -> None:
-    """Check that these are logits NxCx… and class numbers below C."""
     refuse_activated("cross-entropy", output)
     classes = output.shape[1] if output.dim() > 1 else 0
     if classes < 2:
@@ -44,7 +43,6 @@ def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None
 
 
 def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
-    """Check that these are logits and targets from 0 to 1."""
     refuse_activated(name, output)
     low, high = float(target.min()), float(target.max())
     if not (low >= 0 and high <= 1):
