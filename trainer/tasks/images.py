@@ -7,7 +7,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,8 +146,8 @@ class Images(Section, prefix="task."):
             return None
         mean, std = self._statistics(arrays)
         augmentation = self.augment if split == "train" else "none"
-        return ImageSet(images[:, None], labels, partial(_normalise, mean=mean, scale=1 / std),
-                        flip=augmentation != "none",
+        normalise = functools.partial(_normalise, mean=mean, scale=1 / std)
+        return ImageSet(images[:, None], labels, normalise, flip=augmentation != "none",
                         padding=CROP_PADDING if augmentation == "flip+crop" else 0)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:

@@ -244,8 +244,8 @@ def _shown(task: Photos) -> tuple[Tensor, list[int]]:
 def count_images(task: Photos) -> tuple[int, ...]:
     """Number of training images per class."""
     part: Any = task.dataset("train")
-    labels = (np.asarray(part.dataset.targets)[part.indices] if isinstance(part, Subset)
-              else np.asarray(part.targets))
+    whole = getattr(part, "dataset", part)  # of a Subset
+    labels = np.asarray(whole.targets)[getattr(part, "indices", slice(None))]
     return tuple(np.bincount(labels, minlength=len(task.class_names)).tolist())
 
 
