@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from typing import Any
 
@@ -89,9 +90,12 @@ def _known(name: str) -> Any:
     """The module torchvision.models, after checking that it has this classifier."""
     from torchvision import models  # as slow to import as torch, so imported only when needed
 
-    if name not in (known := models.list_models(module=models)):
-        raise ConfigError(f"--task.model {name}: torchvision has no such classifier; it has "
-                          f"{', '.join(known)}.")
+    known = models.list_models(module=models)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3) or ["resnet18"]
+        raise ConfigError(f"--task.model {name}: torchvision has no such classifier "
+                          "(torchvision.models.list_models lists them); did you mean "
+                          f"{' or '.join(near)}?")
     return models
 
 

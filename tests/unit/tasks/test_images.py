@@ -159,8 +159,8 @@ def test_a_torchvision_model_that_needs_larger_images_gets_them():
     assert model(images[:0]).shape == (0, 10)
 
 
-def test_an_unknown_model_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match=r"--task\.model resnet81: .*it has .*resnet18"):
+def test_an_unknown_model_is_refused_with_the_nearest_names():
+    with pytest.raises(ConfigError, match=r"--task\.model resnet81: .*did you mean.*resnet18"):
         Images(architecture="resnet81").model()
 
 
