@@ -32,6 +32,7 @@ class StopSignals:
         self.requested = False
         self.reason = ""
         self.since_s = 0.0
+        self.launcher = os.getppid()
         self.senders: Counter[int] = Counter()  # after `shield`: signals by sending process
         self._interrupts = 0
         self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
