@@ -14,12 +14,9 @@ _kept = False  # whether freed memory currently stays in this process
 
 def keep_freed() -> bool:
     """Keep the memory that a step frees for the next step; False if the C library is not glibc, or
-    the user has set allocator options.
-
-    By default glibc returns more than 64 MiB of contiguous free memory to the system, which
-    provides it again with a page fault for each 4 KiB. Blocks of more than 32 MiB are still mapped
-    separately.
-    """
+    the user has set allocator options. By default glibc returns more than 64 MiB of contiguous free
+    memory to the system, which provides it again with a page fault for each 4 KiB. Blocks of more
+    than 32 MiB are still mapped separately."""
     global _kept
     users = any(f"MALLOC_{name}_" in os.environ for name in SETTINGS) or (
         "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""))
@@ -29,8 +26,7 @@ def keep_freed() -> bool:
 
 def give_back() -> None:
     """Undo `keep_freed`, if it did anything: return free memory to the system, now and in future.
-    (Glibc no longer adapts the thresholds; with the initial ones it would map arrays of 128 KiB.)
-    """
+    (glibc no longer adapts the thresholds; with the initial ones it would map 128 KiB.)"""
     global _kept
     if _kept and _set(M_TRIM_THRESHOLD, 2 * LARGEST):
         ctypes.CDLL(None).malloc_trim(0)

@@ -29,13 +29,10 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
                                   f"use --nproc_per_node={found}, or --device cpu.")
             return torch.device("cuda", local_rank)
         case "mps":
-            if size > 1:
-                raise ConfigError(f"--device mps with {size} ranks: gloo and nccl cannot reduce "
-                                  "tensors on mps, and a Mac has one such device; use one "
-                                  "process (python -m trainer), or --device cpu.")
-            if not torch.backends.mps.is_available():
-                raise ConfigError(f"--device mps: PyTorch {torch.__version__} finds no usable "
-                                  "Apple GPU; use --device cpu or auto.")
+            if size > 1 or not torch.backends.mps.is_available():
+                raise ConfigError(f"--device mps with {size} ranks: it needs an Apple GPU that "
+                                  f"PyTorch {torch.__version__} can use, and one rank, since "
+                                  "gloo and nccl cannot reduce its tensors; use --device cpu.")
             return torch.device("mps")
     raise ConfigError(f"--device {wanted}: unknown device; use auto, cpu, cuda or mps.")
 

@@ -17,11 +17,9 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error is secondary: a collective broke or timed out because another rank ended.
-
     Gloo and NCCL raise plain RuntimeErrors, which differ from others only in the message. One that
     begins with a rank is reported by `World.raise_on_all_ranks` and not secondary. Nor is one that
-    user code raises, unless it handles a secondary one.
-    """
+    user code raises, unless it handles a secondary one."""
     words = ("connection closed by peer", "connection reset by peer", "broken pipe",
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
              "application timeout caused")

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 RESULT_GRACE_S = 5.0  # extra time of a peer, so that rank 0's list of missing ranks comes first
@@ -29,14 +29,9 @@ RESULT_GRACE_S = 5.0  # extra time of a peer, so that rank 0's list of missing r
 def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
     """Collective. (nonce, store) of this attempt; no other attempt uses the store's keys. The
     launcher's variables decide who hosts the store: torchrun's agent or rank 0."""
-    try:
-        # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store
-        # would wait for all ranks inside the store and could not name the missing ones.
-        shared, _, _ = next(rendezvous("env://", rank, -2, timeout=timedelta(seconds=timeout_s)))
-    except DistError as error:
-        raise RuntimeError(f"rank {rank} of {size} cannot reach the store at "
-                           "MASTER_ADDR:MASTER_PORT, which the launcher or rank 0 hosts: "
-                           f"{error}") from error
+    # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store would
+    # wait for all ranks inside the store and could not name the missing ones.
+    shared, _, _ = next(rendezvous("env://", rank, -2, timeout=timedelta(seconds=timeout_s)))
     nonce = handshake(PrefixStore("trainer/handshake", shared), rank=rank, size=size,
                       timeout_s=timeout_s)
     return nonce, PrefixStore(nonce, shared)

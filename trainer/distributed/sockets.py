@@ -21,10 +21,8 @@ def connections() -> dict[int, tuple[int, int]]:
 
 def shut_down(inodes: Collection[int]) -> int:
     """Shut down connections, so that their peers see the end at once; return how many were open.
-
     Unlike closing, it works while another thread is in a call on the connection, and while a forked
-    child holds a copy of it.
-    """
+    child holds a copy of it."""
     count = 0
     for inode, _, connection in _open_connections():
         if inode in inodes:
@@ -56,11 +54,8 @@ def release_inherited(inodes: Collection[int]) -> None:
 
 def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     """Set the network interface of gloo and NCCL, unless the user has set one; return gloo's, None
-    if torch chooses it.
-
-    On one host it is the loopback, otherwise the interface on the route to `host`. Between hosts
-    gloo would announce the address of the host's name, which is often 127.0.0.1.
-    """
+    if torch chooses it. On one host it is the loopback, otherwise the one on the route to `host`:
+    gloo would announce the address of the host's name, which is often 127.0.0.1."""
     name = "lo" if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -55,7 +55,6 @@ def _exclude_from_compilation() -> None:
 
 
 def refuse(model: nn.Module) -> None:
-    """Refuse models that contain an `nn.SyncBatchNorm`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
@@ -92,11 +91,9 @@ class CudaSyncBatchNorm(nn.SyncBatchNorm):
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm with training statistics over the samples of all ranks, in fp32 or wider.
-
-    A rank with 0 samples takes part and updates its buffers like the others. With one rank, and in
-    eval mode, it is a plain batch norm without communication.
-    """
+    """Batch norm with training statistics over the samples of all ranks, in fp32 or wider. A rank
+    with 0 samples takes part and updates its buffers like the others. With one rank, and in eval
+    mode, it is a plain batch norm without communication."""
 
     process_group: dist.ProcessGroup | None = None
     communication: CommunicationTimer | None = None

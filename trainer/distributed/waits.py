@@ -44,13 +44,11 @@ class waiting_for:
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
-    """What the thread with this innermost frame waits for.
-
-    A marker counts unless user code runs below it: outwards from the innermost frame, one of the
-    trainer, or of the code that marked the wait, comes before any of user code. Without a marker a
-    thread waits for its peers inside torch's collectives, which user code may call, and for a
-    person if a debugger has control (`bdb.Bdb`, from which pdb and IPython's derive).
-    """
+    """What the thread with this innermost frame waits for. A marker counts unless user code runs
+    below it: outwards from the innermost frame, one of the trainer, or of the code that marked the
+    wait, comes before any of user code. Without a marker a thread waits for its peers inside
+    torch's collectives, which user code may call, and for a person if a debugger has control
+    (`bdb.Bdb`, from which pdb and IPython's derive)."""
     if frame is None:
         return WaitsFor.NOBODY
     if f"{_module(frame)}.".startswith(_COLLECTIVES):

@@ -163,11 +163,10 @@ class World:
         torch.set_num_threads(threads)
 
     def supersede(self) -> None:
-        """Record that a newer attempt has started without this node."""
         self.superseded = True
 
     def write_run_dir(self, writes: bool) -> None:
-        """Set whether this rank writes a run folder, once its lock is taken or refused."""
+        """Set whether this rank writes, once the lock of its run folder is taken or refused."""
         self.writes_run_dir = writes
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -181,9 +180,7 @@ class World:
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
-
-        A ValueError tells that shapes or dtypes differ from those of `source` (on CPU only).
-        """
+        Other shapes or dtypes than those of `source` are a ValueError (on CPU)."""
         with self._collective("broadcast"):
             if self.size == 1:
                 return
@@ -227,11 +224,9 @@ class World:
                 dist.barrier(group=self._control)
 
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
-        """Collective. Raise on all ranks if any rank has an error; otherwise return.
-
-        A rank with an error raises it. The others raise the error of the first failed rank: of the
-        same class if that is one of `trainer.errors`, otherwise PeerFailed.
-        """
+        """Collective. Raise on all ranks if any rank has an error. A rank with an error raises it;
+        the others raise that of the first failed rank, of the same class if that is one of
+        `trainer.errors`, otherwise PeerFailed."""
         if error is not None:
             try:
                 self.gather_json((type(error).__name__, str(error)))
@@ -268,9 +263,7 @@ class World:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Collective. Wait for all ranks, then destroy the process groups; False if one is late.
-
-        The default of `timeout_s` is `long_timeout_s`, since rank 0 may still be saving.
-        """
+        By default it waits `long_timeout_s`, since rank 0 may still be saving."""
         if self._ended:
             return False
         if self._control is not None:
@@ -287,10 +280,8 @@ class World:
 
     def abandon(self) -> None:
         """Close all connections of the groups, in any thread: a peer is dead, or this rank leaves.
-
         Ranks that wait for this one notice within milliseconds, not after their timeout; destroying
-        the groups would leave the connections open.
-        """
+        the groups would leave the connections open."""
         if not self._ended:
             self._ended = "abandoned"
             sockets.shut_down(self._inodes)

@@ -19,11 +19,9 @@ def die_with_parent(number: int) -> None:
 
 
 def separate_reads() -> None:
-    """In a new fork: reopen files that are open for reading, at the same position.
-
-    A fork shares the position of open files: a seek in one process moves the others, which then
-    read wrong bytes without an error. Files open for writing stay shared: that keeps processes from
-    overwriting each other.
+    """In a new fork: reopen files that are open for reading, at the same position. Forks share the
+    position of open files: a seek in one process moves the others, which then read wrong bytes
+    without an error. For files open for writing that keeps processes from overwriting each other.
     """
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
