@@ -25,16 +25,12 @@ ROLE = "trainer"
 POLL_S = 0.5  # interval of checks of deadlines; exits and signals are noticed immediately
 TERM_S = 5.0  # between SIGTERM and SIGKILL for a rank that does not exit by itself
 REMIND_S = 10.0  # interval of the message that the launcher still waits for ranks
-STOPPED_CHECKS, CHECK_S = 120, 1.0
-"""A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
-killed. A running peer would do that earlier."""
 
 
 class HotAgent(api.SimpleElasticAgent):
     """Runs the ranks of this node until they finish, fail too often, or are requested to stop. The
-    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. Its counter
-    of remaining restarts (`_remaining_restarts`, private) is reset when a later step has been
-    saved, so it limits consecutive failures without progress."""
+    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. It decides by
+    its private `_remaining_restarts`, which is reset when a later step has been saved."""
 
     def __init__(
         self, handler: RendezvousHandler, ranks: Workers, options: Options, stop: LauncherStop,
@@ -60,7 +56,6 @@ class HotAgent(api.SimpleElasticAgent):
         self._num_reminders = 0
         self._escalation: list[tuple[float, signal.Signals]] = []  # signals still to be sent
         self._is_escalating = False
-        self._checked_s = 0.0
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
         self._exits, self._escalation = [], []
@@ -82,7 +77,6 @@ class HotAgent(api.SimpleElasticAgent):
     def _environments(self, group: api.WorkerGroup) -> dict[int, dict[str, str]]:
         """The environment variables that torchrun would set, by local rank."""
         handler = group.spec.rdzv_handler
-        assert group.master_addr is not None
         shared = {
             "MASTER_ADDR": group.master_addr, "MASTER_PORT": group.master_port,
             "GROUP_RANK": group.group_rank, "GROUP_WORLD_SIZE": group.group_world_size,
@@ -95,24 +89,18 @@ class HotAgent(api.SimpleElasticAgent):
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        environments = {}
-        for worker in group.workers:
-            own = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
-                   "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
-                   "ROLE_WORLD_SIZE": worker.role_world_size}
-            environments[worker.local_rank] = {k: str(v) for k, v in {**shared, **own}.items()}
-        return environments
+        own = {worker.local_rank: {
+            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size} for worker in group.workers}
+        return {local_rank: {name: str(value) for name, value in {**shared, **more}.items()}
+                for local_rank, more in own.items()}
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
         self._escalate()
-        if time.monotonic() - self._checked_s >= CHECK_S:
-            self._checked_s = time.monotonic()
-            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
-                self._output.print_line(f"rank {rank} has been stopped for {STOPPED_CHECKS} s "
-                                        "without being continued: killed")
         if self._ranks.living:
             return api.RunResult(api.WorkerState.HEALTHY)
         self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
@@ -145,8 +133,7 @@ class HotAgent(api.SimpleElasticAgent):
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
         After an exit that is not a failure there is no limit, because a save may take long."""
         if not self._is_escalating and not self._ranks.server_lives:
-            # The group is complete and saves on request, but without a fork server its exit codes
-            # are unknown and it cannot be restarted: a new server is needed.
+            # The complete group saves on request. Its exit codes are unknown without a fork server.
             self._begin_escalation(0.0, self._grace_s)
         elif not self._is_escalating and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
@@ -156,7 +143,6 @@ class HotAgent(api.SimpleElasticAgent):
         self._send_due()
 
     def _begin_escalation(self, term_s: float, kill_s: float) -> None:
-        """Send SIGTERM and SIGKILL to the living ranks after so many seconds."""
         self._is_escalating, now_s = True, time.monotonic()
         self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 
@@ -208,14 +194,16 @@ class HotAgent(api.SimpleElasticAgent):
         return f"failed first: {failure_sentence(event)}"
 
     def _grant_extra_restart(self) -> bool:
-        """Whether to restart although no restart is left; a subclass may have a reason."""
+        """Whether to restart although no restart is left."""
         return False
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
-        self._shutdown()
+        assert not self._ranks.living  # `_monitor_workers` and `_restart_workers` wait for them
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
-        """Request living ranks to save and exit; kill the rest after the grace time."""
+        """Request living ranks to save and exit; kill the rest after the grace time. There are some
+        only after an error of the launcher: torch passes a signal for handlers of its own, which
+        are not installed here, and its time limit is replaced by `--grace-s`."""
         self._begin_escalation(0.0, self._grace_s)
         deadline_s = time.monotonic() + self._grace_s + TERM_S
         while self._ranks.living and time.monotonic() < deadline_s:

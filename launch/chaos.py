@@ -1,6 +1,6 @@
 """`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times (a
-Poisson process). A process is a target if an event of the run's newest attempt names its pid, and
-it has the run's `events.jsonl` open for appending, which no process outside the run does."""
+Poisson process). A target is named by an event of the run's newest attempt, and has the run's
+`events.jsonl` open for appending, which no process outside the run does."""
 
 from __future__ import annotations
 
@@ -124,19 +124,18 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     """Ranks that may be targets now. Only one is stopped at a time: the others must notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
-    stopped = {rank for rank, pid in ranks.items() if processes.is_stopped(pid)}
-    if kind == "stop" and stopped:
-        return {}
-    return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
+    running = {rank: pid for rank, pid in ranks.items() if not processes.is_stopped(pid)}
+    return {} if kind == "stop" and running != ranks else running
 
 
 def _inject(
     kind: str, ranks: dict[int, int], run: Path, draw: random.Random, began_s: float
 ) -> None:
-    number = KINDS[kind]
+    number, who = KINDS[kind], ""
     if kind == "node":
         # The launcher first: as in a power failure, no process is left that could save.
         launcher = launcher_of(next(iter(ranks.values())))
+        who = f" and the launcher ({f'pid {launcher[0]}' if launcher else 'none'})"
         for pid in launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -156,9 +155,7 @@ def _inject(
         time.sleep(POLL_S / 10)  # after SIGTERM, the rank saves first
     progress = RunFollower()
     progress.update(str(run))
-    who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
-    if kind == "node":
-        who += f" and the launcher ({f'pid {launcher[0]}' if launcher else 'none'})"
+    who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items()) + who
     _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
 
 

@@ -31,12 +31,10 @@ exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the launcher; see its `--help`."""
-
     nproc_per_node: int = 1
     max_restarts: int = 3
-    nnodes: tuple[int, int] = (1, 1)  # minimum and maximum number of nodes
-    rdzv_endpoint: tuple[str, int] | None = None  # host and port; None for one node
+    nnodes: tuple[int, int] = (1, 1)  # minimum and maximum
+    rdzv_endpoint: tuple[str, int] | None = None  # host and port; None: one node
     rejoin_timeout: float = 600.0
     grace_s: float = 30.0
     entry: str = "trainer.__main__:main"
@@ -56,8 +54,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = Parser(
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
         allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind, metavar, words in (
         ("--nproc-per-node", number(int, 1), "N", "ranks on this machine (default: 1)"),
         ("--max-restarts", number(int, 0), "K", "restarts after failures; the count is reset when "
@@ -91,7 +88,6 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
     """A parser of numbers from `least` on, for argparse."""
-
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)

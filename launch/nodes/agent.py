@@ -26,10 +26,9 @@ class NodeAgent(HotAgent):
         super().__init__(handler, *args, **kwargs)
         self._nodes = handler
         self._members: frozenset[tuple[str, int]] = frozenset()
-        self._maybe_secondary = False  # the failure may be a consequence of another node's exit
+        self._maybe_secondary = False  # the failure may follow from another node's exit
 
     def run(self, *args: Any) -> Any:
-        """Run until the run ends, with the same exit code on all nodes."""
         try:
             return super().run(*args)
         except RunEnded as over:
@@ -50,13 +49,12 @@ class NodeAgent(HotAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before, self._members = self._members, self._nodes.members
-        if self._maybe_secondary and before != self._members:
-            # The nodes have changed: the failure was not this node's.
+        if self._maybe_secondary and before != self._members:  # it was not this node's failure
             self._remaining_restarts = min(self._max_restarts, self._remaining_restarts + 1)
             self._failed = None
         self._maybe_secondary = False
         pids = super()._start_workers(worker_group)
-        size = worker_group.workers[0].world_size if worker_group.workers else 0
+        size = worker_group.workers[0].world_size
         names = sorted(address for address, _ in self._members)
         self._output.print_line(f"{len(names)} node{'s' * (len(names) != 1)}: {', '.join(names)}; "
                                 f"{size} rank{'s' * (size != 1)}")
@@ -97,7 +95,6 @@ class NodeAgent(HotAgent):
         return False
 
     def _end(self, code: int) -> NoReturn:
-        """Raise `RunEnded` with the exit code of the node that ended the run first."""
         first = self._nodes.end(code)
         raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
@@ -111,9 +108,9 @@ class NodeAgent(HotAgent):
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: MembershipChange) -> None:
-        """Let the ranks save and exit: without a time limit if the group is complete. Otherwise
-        their connections are closed, because they may wait for a peer that is gone: each rank saves
-        the last step boundary alone, unless a newer attempt has begun."""
+        """Let the ranks save and exit. A complete group has no time limit. Otherwise the ranks
+        close their connections, because they may wait for a peer that is gone, and each saves the
+        last step boundary alone, unless a newer attempt has begun."""
         self._is_escalating, self._escalation = False, []
         if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
@@ -137,12 +134,11 @@ class NodeAgent(HotAgent):
         self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
 
     def _is_broken(self) -> bool:
-        """Whether the group is no longer complete: a rank has failed, or a node is lost."""
+        """Whether a rank has failed, or a node is lost."""
         self._nodes.take_change()
         self._nodes.num_nodes_waiting()
         return any(end.failed for end in self._exits) or (
             self._nodes.change is not None and self._nodes.change.kind != "join")
 
     def _exit_barrier(self) -> None:
-        """Publish the exit code once all ranks of the run have finished together."""
         self.decision = ExitDecision(code=self._nodes.end(self.decision.code), restart=False)

@@ -45,7 +45,7 @@ RETRY_S, LINGER_S = 0.3, 8.0
 
 
 class RunEnded(Exception):
-    """The run ends on this node, with this exit code and message (empty: it has been printed)."""
+    """The run ends on this node with this exit code and message (empty: it has been printed)."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(reason)
@@ -63,8 +63,8 @@ class MembershipChange:
 
 
 class NodesRendezvous(LauncherRendezvous):
-    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped` returns
-    whether this node received a stop request."""
+    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped`: whether this
+    node received a stop request."""
 
     def __init__(
         self, options: Options, stopped: Callable[[], bool], print_line: Callable[[str], None]
@@ -121,7 +121,7 @@ class NodesRendezvous(LauncherRendezvous):
             time.sleep(RETRY_S)
 
     def take_change(self) -> MembershipChange | None:
-        """Return the change of the members that was found, and forget it."""
+        """Return the change that was found, and forget it."""
         change, self.change = self.change, None
         return change
 
@@ -139,7 +139,6 @@ class NodesRendezvous(LauncherRendezvous):
         return bool(self._try("check", [f"trainer/change/{self._nonce}"]))
 
     def request_stop(self) -> None:
-        """Publish the stop request of this node."""
         if not self.stop_requested:
             self.stop_requested = True
             self._try("set", "trainer/stop", "1")
@@ -203,7 +202,7 @@ class NodesRendezvous(LauncherRendezvous):
     def _open_attempt(
         self, handler: dynamic.DynamicRendezvousHandler, info: elastic.RendezvousInfo
     ) -> elastic.RendezvousInfo:
-        """Publish (on the round's first node) or read nonce and store address of the attempt."""
+        """Publish (on the round's first node) or read the attempt's nonce and store address."""
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
@@ -238,7 +237,6 @@ class NodesRendezvous(LauncherRendezvous):
             return None
 
     def _state(self) -> Any:
-        """torch's state of the rendezvous. Private: nothing public names the nodes."""
         if self._handler is None:
             raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second

@@ -22,7 +22,7 @@ from machine import (
     wait_gone,
 )
 
-from launch import fork_server, worker
+from launch import fork_server
 from trainer.resilience import stop_signals
 
 
@@ -111,7 +111,7 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
 
 
 def test_orphans_are_killed_within_5_s() -> None:
-    assert max(fork_server.ORPHAN_TIMEOUT_S, worker.ORPHAN_S, stop_signals.ORPHAN_LIMIT_S) < 5.0
+    assert max(fork_server.ORPHAN_TIMEOUT_S, stop_signals.ORPHAN_LIMIT_S) < 5.0
     assert AT_ONCE_S < fork_server.ORPHAN_TIMEOUT_S
 
 
@@ -134,14 +134,3 @@ def test_all_processes_exit_5_s_after_the_launchers_death(tmp_path: Path, stoppe
         assert left_in_shared_memory(before, {launch.process.pid, *launch.pids()}) == set()
         assert len(sockets) == 1
         assert sockets.keys().isdisjoint(listeners())
-
-
-def test_a_rank_without_launcher_and_fork_server_kills_itself(tmp_path: Path) -> None:
-    with Launched(tmp_path / "run", {"0.0": "stubborn"}) as launch:
-        [started] = launch.wait_notes("serving", 1) and launch.notes("started")
-
-        os.kill(started["server"], signal.SIGSTOP)
-        launch.process.kill()
-        os.kill(started["server"], signal.SIGKILL)
-
-        assert wait_gone(launch.pids(), GONE_S) == set()
