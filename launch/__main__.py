@@ -47,11 +47,11 @@ def _launch(options: Options, stop: LauncherStop) -> int:
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
-    from launch.workers import Workers, fork_server_process
+    from launch.workers import Workers, start_server
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
-    ranks = Workers(fork_server_process(entry, argv), entry, argv, stop, output)
+    ranks = Workers(start_server(entry, argv, by_fork=True), entry, argv, stop, output)
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from launch.exit_policy import Exit, ExitDecision, decide, first_failure
 from launch.options import Options
 from launch.output import Output
-from launch.progress import RunFollower, append_event
+from launch.progress import RunProgress, append_event, read_attempt, read_progress
 from launch.signals import LauncherStop
 from launch.workers import Workers
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
@@ -38,15 +38,14 @@ class HotAgent(api.SimpleElasticAgent):
     ) -> None:
         super().__init__(api.WorkerSpec(
             role=ROLE, local_world_size=options.nproc_per_node, rdzv_handler=handler,
-            entrypoint="python -m trainer",  # only a label in torch's events
-            max_restarts=options.max_restarts,
-            monitor_interval=1e-6,  # `_monitor_workers` itself waits for events
-        ))
+            max_restarts=options.max_restarts, entrypoint="python -m trainer",  # only a label
+            monitor_interval=1e-6))  # `_monitor_workers` itself waits for events
         self.decision = ExitDecision(code=EXIT_FAILURE, restart=False)
         self._ranks, self._stop, self._output = ranks, stop, output
         self._max_restarts, self._grace_s = options.max_restarts, options.grace_s
-        self._progress = RunFollower()
-        self._attempt = 0
+        self._progress = RunProgress()
+        self._attempt = 0  # counted from 0 in this launch
+        self._run_attempt: int | None = None  # the last one that the run has counted
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # the failure that the next start follows
         self._cause_text = ""  # description of `_failed`
@@ -54,15 +53,14 @@ class HotAgent(api.SimpleElasticAgent):
         self._stop_at_s: float | None = None
         self._stop_forwarded = False
         self._num_reminders = 0
-        self._escalation: list[tuple[float, signal.Signals]] = []  # signals still to be sent
-        self._is_escalating = False
+        self._escalation: list[tuple[float, signal.Signals]] | None = None
+        """Signals still to be sent, with their times, to ranks that do not exit; None: no limit."""
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
-        self._exits, self._escalation = [], []
-        self._stop_forwarded = self._is_escalating = False
+        self._exits, self._escalation, self._stop_forwarded = [], None, False
         if self._phases:
             self._phases["fork"] = time.time()
-        pids = self._ranks.start(self._environments(worker_group))
+        self._ranks.start(self._environments(worker_group))
         self._phases = {}
         self._attempt += 1
         if self._failed is not None:
@@ -72,7 +70,7 @@ class HotAgent(api.SimpleElasticAgent):
                 f"{self._cause_text}; restart {used} of {self._max_restarts}{steps_lost}, "
                 f"ranks restarted after {time.monotonic() - self._failed.at_s:.2f} s")
             self._failed = None
-        return pids
+        return {}  # pids, which torch only records
 
     def _environments(self, group: api.WorkerGroup) -> dict[int, dict[str, str]]:
         """The environment variables that torchrun would set, by local rank."""
@@ -132,10 +130,10 @@ class HotAgent(api.SimpleElasticAgent):
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
         After an exit that is not a failure there is no limit, because a save may take long."""
-        if not self._is_escalating and not self._ranks.server_lives:
+        if self._escalation is None and not self._ranks.server_lives:
             # The complete group saves on request. Its exit codes are unknown without a fork server.
             self._begin_escalation(0.0, self._grace_s)
-        elif not self._is_escalating and any(end.failed for end in self._exits):
+        elif self._escalation is None and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
@@ -143,7 +141,7 @@ class HotAgent(api.SimpleElasticAgent):
         self._send_due()
 
     def _begin_escalation(self, term_s: float, kill_s: float) -> None:
-        self._is_escalating, now_s = True, time.monotonic()
+        now_s = time.monotonic()
         self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 
     def _send_due(self) -> None:
@@ -156,11 +154,13 @@ class HotAgent(api.SimpleElasticAgent):
         """Set the superclass's restart counter, by which it decides whether to restart."""
         cause = self.decision.cause
         assert cause is not None
-        self._progress.update(self._ranks.run_folder)
-        if self._progress.has_advanced():
-            self._remaining_restarts = self._max_restarts
+        saved_before = self._progress.saved_step
+        if self._ranks.run_folder is not None:
+            self._progress = read_progress(self._ranks.run_folder)
+        if self._progress.saved_step > saved_before:
+            self._remaining_restarts = max(self._remaining_restarts, self._max_restarts)
         self._cause_text = self._find_cause(cause)
-        if self.decision.restart and (self._remaining_restarts or self._grant_extra_restart()):
+        if self.decision.restart and self._remaining_restarts:
             self._failed = cause
             self._record_phases()
         elif self.decision.restart:
@@ -182,9 +182,7 @@ class HotAgent(api.SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
-        attempt = self._progress.new_attempt(folder, launch_id)
-        event = first_failure(cause, self._ranks.failures, attempt=attempt,
+        event = first_failure(cause, self._ranks.failures, attempt=self._ended_attempt(),
                               reached_step=self._progress.reached_step)
         if event is None:
             return str(cause)
@@ -193,9 +191,16 @@ class HotAgent(api.SimpleElasticAgent):
                 append_event(folder, event)
         return f"failed first: {failure_sentence(event)}"
 
-    def _grant_extra_restart(self) -> bool:
-        """Whether to restart although no restart is left."""
-        return False
+    def _ended_attempt(self) -> int | None:
+        """The number of the attempt; None if the ranks died before the run counted it."""
+        attempt = None
+        if self._ranks.run_folder is not None:
+            launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
+            attempt = read_attempt(self._ranks.run_folder, launch_id)
+        if attempt is None or attempt == self._run_attempt:
+            return None
+        self._run_attempt = attempt
+        return attempt
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         assert not self._ranks.living  # `_monitor_workers` and `_restart_workers` wait for them

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -73,12 +72,9 @@ def parse_options(argv: Sequence[str]) -> Options:
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
     options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
     if unknown:
-        name = unknown[0].partition("=")[0]
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"; did you mean {closest[0]}?" if closest else "."
-        raise ConfigError(f"{name} is not an option of the launcher{hint} Put the trainer's "
-                          f"arguments after --: python -m launch … -- {' '.join(unknown)}")
+        raise ConfigError(f"{unknown[0].partition('=')[0]} is not an option of the launcher (see "
+                          "--help); put the trainer's arguments after --: "
+                          f"python -m launch … -- {' '.join(unknown)}")
     found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
     if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
         raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "

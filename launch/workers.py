@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import fork_server
@@ -24,7 +25,6 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 from trainer.resilience import processes
 from trainer.resilience.stop_signals import drain, is_readable
 
-SERVER_EXIT_S = 2.0
 KILL_S = 1.0
 CHECK_S, SERVER_CHECKS, RANK_CHECKS = 1.0, 2, 120
 """A process found stopped (SIGSTOP) in so many consecutive checks, this many seconds apart, is
@@ -43,24 +43,22 @@ class _Worker:
     returned: bool = False
 
 
-def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the fork server from this process, which has no threads yet: (its pid, socket to it)."""
+def start_server(
+    entry: str, argv: Sequence[str], *, by_fork: bool
+) -> tuple[int, socket.socket]:
+    """Start a fork server; returns its pid and the socket to it. `by_fork`: this process has no
+    threads yet. Otherwise the server has to import everything itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = fork_server.fork()
-    if pid == 0:
-        ours.close()
-        fork_server.run_server(theirs, entry, argv)
-    theirs.close()
-    return pid, ours
-
-
-def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """The same from a process with threads: the new server has to import everything itself."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.set_inheritable(True)
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-m", "launch.fork_server", str(theirs.fileno()), entry]
-    pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
+    if by_fork:
+        pid = fork_server.fork()
+        if pid == 0:
+            ours.close()
+            fork_server.run_server(theirs, entry, argv)
+    else:
+        theirs.set_inheritable(True)
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [sys.executable, *flags, "-m", "launch.fork_server", str(theirs.fileno()), entry]
+        pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
     theirs.close()
     return pid, ours
 
@@ -72,13 +70,12 @@ class Workers:
         self, server: tuple[int, socket.socket], entry: str, argv: Sequence[str],
         stop: LauncherStop, output: Output,
     ) -> None:
-        self.run_folder: str | None = None  # None until a rank has reported it
+        self.run_folder: Path | None = None  # None until a rank has reported it
         self.failures: list[dict[str, Any]] = []  # events that ranks of this attempt have reported
         self._entry, self._argv, self._output = entry, list(argv), output
         self._living: dict[int, _Worker] = {}  # by pid
         self._exits: list[Exit] = []  # not yet returned by `wait`
         self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
-        self._pids: dict[int, int] = {}  # local rank -> pid
         self._stopped_checks: dict[int, int] = {}  # by pid
         self._checked_s = 0.0
         self._selector = selectors.DefaultSelector()
@@ -97,22 +94,20 @@ class Workers:
             self._poll(CHECK_S)
         return self._code
 
-    def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank; returns pids by local rank. A killed
-        fork server is replaced first. A rank that cannot be started counts as exited."""
-        self._pids, self.failures = {}, []
+    def start(self, envs: dict[int, dict[str, str]]) -> None:
+        """Fork one rank for each environment, by local rank. A killed fork server is replaced
+        first. A rank that cannot be started counts as exited."""
+        self.failures = []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
-            self._adopt(spawn_server_process(self._entry, self._argv))
+            self._adopt(start_server(self._entry, self._argv, by_fork=False))
             if (code := self.wait_ready()) is not None:
-                self._end_starting(code)
-                return {}
+                return self._end_starting(code)
         for local_rank, env in envs.items():
             with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
                 fork_server.send(self._control, {"fork": local_rank, "env": env})
             while local_rank in self._starting:
                 self._poll(CHECK_S)
-        return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
         """The exits since the last call; if there are none, wait for an event first."""
@@ -149,10 +144,7 @@ class Workers:
         """Disconnect from the fork server, which kills living ranks after a few seconds."""
         if self.server_lives:
             self._disconnect()
-            pidfd = os.pidfd_open(self._server_pid)
-            if not is_readable(pidfd, SERVER_EXIT_S):
-                os.kill(self._server_pid, signal.SIGKILL)
-            os.close(pidfd)
+            os.kill(self._server_pid, signal.SIGKILL if self._server_imports else signal.SIGCONT)
             os.waitpid(self._server_pid, 0)
         self._selector.close()
 
@@ -215,7 +207,7 @@ class Workers:
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
         rank = _Worker(rank=self._starting.pop(local_rank), pidfd=pidfd,
                        channel=socket.socket(fileno=channel_fd))
-        self._living[pid], self._pids[local_rank] = rank, pid
+        self._living[pid] = rank
         self._watch(channel_fd, functools.partial(self._on_channel, rank))
         streams = (sys.stdout.fileno(), sys.stderr.fileno())
         for fd, to_fd in zip(output, streams, strict=False):
@@ -236,7 +228,7 @@ class Workers:
                 if word == "returned":
                     rank.returned = True
                 elif word == "run":
-                    self.run_folder = json.loads(value)
+                    self.run_folder = Path(json.loads(value))
                 elif word == "failure":
                     self.failures.append(json.loads(value))
         return bool(data)

@@ -84,15 +84,11 @@ class NodeAgent(HotAgent):
             self._end(code)
         cause = self.decision.cause
         self._maybe_secondary = cause is not None and cause.code == EXIT_FAILURE
+        if self._maybe_secondary and not self._remaining_restarts:
+            self._remaining_restarts = int(self._nodes.has_lost_member())
         super()._allow_restart()
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
-
-    def _grant_extra_restart(self) -> bool:
-        if self._maybe_secondary and self._nodes.has_lost_member():
-            self._remaining_restarts = 1
-            return True
-        return False
 
     def _end(self, code: int) -> NoReturn:
         first = self._nodes.end(code)
@@ -111,7 +107,7 @@ class NodeAgent(HotAgent):
         """Let the ranks save and exit. A complete group has no time limit. Otherwise the ranks
         close their connections, because they may wait for a peer that is gone, and each saves the
         last step boundary alone, unless a newer attempt has begun."""
-        self._is_escalating, self._escalation = False, []
+        self._escalation = None
         if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
             self._ranks.signal(signal.SIGTERM, forced=True)
@@ -121,7 +117,7 @@ class NodeAgent(HotAgent):
             self._exits += self._ranks.wait(POLL_S)
             self._forward_stop()
             self._send_due()
-            if not self._is_escalating and (self._is_broken() or not self._ranks.server_lives):
+            if self._escalation is None and (self._is_broken() or not self._ranks.server_lives):
                 self._disconnect("lost")
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                                stop_at_s=self._stop_at_s)

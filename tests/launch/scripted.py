@@ -51,8 +51,6 @@ def main(argv: list[str]) -> int:
 
 
 class Rank:
-    """The actions of a rank, and its notes."""
-
     def __init__(self, folder: Path) -> None:
         self.notes = folder / "notes.jsonl"
         self.folder = folder
@@ -62,21 +60,18 @@ class Rank:
 
     def note(self, what: str, **more: Any) -> None:
         line = {"what": what, "attempt": self.attempt, "rank": self.rank, "pid": os.getpid(),
-                "time_s": time.monotonic(), **more}  # fmt: skip
+                "time_s": time.monotonic(), **more}
         fd = os.open(self.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(fd, (json.dumps(line) + "\n").encode())
         os.close(fd)
 
     def wait(self, what: str, num: int | None = None) -> list[dict[str, Any]]:
         """Wait for `num` notes `what` of this attempt (default: one per rank)."""
-        return wait_for(
-            lambda: [
-                note
-                for note in read(self.notes)
-                if (note["what"], note["attempt"]) == (what, self.attempt)
-            ],
-            num or self.num_ranks,
-        )
+        def noted() -> list[dict[str, Any]]:
+            return [note for note in read(self.notes)
+                    if (note["what"], note["attempt"]) == (what, self.attempt)]
+
+        return wait_for(noted, num or self.num_ranks)
 
     def receive(self) -> str:
         """The keywords that the launcher has sent so far."""
@@ -166,7 +161,6 @@ class Rank:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All notes so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -18,7 +18,7 @@ DEATHS = {
         ("data", 20), ("optimizer", 26)),
     3: (("forward", 1), ("save-begin", 6), ("step-end", 10), ("restore", None), ("backward", 14),
         ("save-end", 21), ("evaluate", 26)),
-}  # fmt: skip
+}
 """By number of ranks: phase and step of each death (attempt instead of step for `start`). After
 a death during a save, the next one comes later than the next save, which waits for the first: so
 each is a separate death."""
@@ -40,7 +40,7 @@ def test_seven_deaths_in_one_run_change_no_bit(tmp_path: Path, ranks: int) -> No
 
     undisturbed = train(whole, straight, torchrun, limit_s=LIMIT_S)
     result = train(Run(number=1, setting=setting, faults=faults), disturbed, torchrun,
-                   limit_s=LIMIT_S)  # fmt: skip
+                   limit_s=LIMIT_S)
 
     output = disturbed.with_suffix(".log").read_text()
     assert undisturbed.problem is None, straight.with_suffix(".log").read_text()

@@ -33,7 +33,7 @@ def bare_loop() -> ModuleType:
 
 def test_the_bare_loop_trains_two_ranks_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(EXAMPLE), "--steps=6"]  # fmt: skip
+               str(EXAMPLE), "--steps=6"]
 
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250,
                            env=os.environ | {"PYTHONPATH": ""}, check=False)
