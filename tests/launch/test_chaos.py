@@ -14,13 +14,14 @@ from benchmarks import chaos_plan as plans
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("faults", "runs"), [
-    (4, 1), pytest.param(40, len(plans.SHAPES), marks=pytest.mark.long)])
-def test_runs_with_faults_of_every_kind_end_with_the_same_bits(faults: int, runs: int) -> None:
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(("launcher", "faults", "runs"), [
+    ("launch", 4, 1), pytest.param("launch", 40, len(plans.SHAPES), marks=pytest.mark.long),
+    pytest.param("torchrun", 12, 1, marks=pytest.mark.long)])
+def test_runs_with_faults_of_every_kind_end_with_the_same_bits(launcher, faults, runs):
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--faults", str(faults), "--seed", "1"],
-        cwd=ROOT, capture_output=True, text=True, check=False)
+        [sys.executable, "-m", "benchmarks.chaos", "--faults", str(faults), "--seed", "1",
+         "--launcher", launcher], cwd=ROOT, capture_output=True, text=True, check=False)
 
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output

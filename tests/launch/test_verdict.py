@@ -71,16 +71,17 @@ def failure(rank: int, age_s: float, *, secondary: bool = False) -> dict[str, An
             "why": "ValueError: x"}
 
 
-@pytest.mark.parametrize(("dead", "code", "events", "rank"), [
+@pytest.mark.parametrize(("dead", "code", "reports", "rank"), [
     # The earliest that a rank has reported,
-    (0, 1, [failure(0, 3), failure(1, 5), failure(2, 9, secondary=True)], 1),
-    (0, 1, [failure(0, 3)], 0),
+    (0, 1, [(0, 30), (1, 50)], 1),
+    (0, 1, [(0, 30)], 0),
     # unless a rank died before it.
-    (1, KILL, [failure(0, 5)], 0),
-    (1, KILL, [failure(0, 1)], 1),
+    (1, KILL, [(0, 50)], 0),
+    (1, KILL, [(0, 10)], 1),
 ])
-def test_the_first_failure(dead, code, events, rank):
-    died = Exit(rank=dead, code=code, at_s=time.monotonic() - 2)
+def test_the_first_failure(dead, code, reports, rank):
+    died = Exit(rank=dead, code=code, at_s=time.monotonic() - 20)
+    events = [failure(2, 90, secondary=True), *(failure(*report) for report in reports)]
 
     found = first_failure(died, events, attempt=4, reached_step=11)
 
