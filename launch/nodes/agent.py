@@ -95,8 +95,10 @@ class NodeAgent(HotAgent):
         raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        change = self._nodes.take_change()
-        if change is not None and self._ranks.living:
+        if self._ranks.living:
+            change = self._nodes.find_change()
+            if change is None:  # the node that was to join is gone
+                return
             self._output.print_line(f"{change.reason}; the ranks save and restart")
             noticed_s = time.time()
             self._stop_for(change)
@@ -117,7 +119,9 @@ class NodeAgent(HotAgent):
             self._exits += self._ranks.wait(POLL_S)
             self._forward_stop()
             self._send_due()
-            if self._escalation is None and (self._is_broken() or not self._ranks.server_lives):
+            if self._escalation is None and (
+                    any(end.failed for end in self._exits) or not self._ranks.server_lives
+                    or self._nodes.is_incomplete()):
                 self._disconnect("lost")
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                                stop_at_s=self._stop_at_s)
@@ -128,13 +132,6 @@ class NodeAgent(HotAgent):
     def _disconnect(self, keyword: str) -> None:
         self._ranks.send_keyword(keyword)
         self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
-
-    def _is_broken(self) -> bool:
-        """Whether a rank has failed, or a node is lost."""
-        self._nodes.take_change()
-        self._nodes.num_nodes_waiting()
-        return any(end.failed for end in self._exits) or (
-            self._nodes.change is not None and self._nodes.change.kind != "join")
 
     def _exit_barrier(self) -> None:
         self.decision = ExitDecision(code=self._nodes.end(self.decision.code), restart=False)

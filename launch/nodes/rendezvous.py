@@ -72,7 +72,6 @@ class NodesRendezvous(LauncherRendezvous):
         super().__init__()
         assert options.rdzv_endpoint is not None
         self.stop_requested = False  # whether any node received a stop request
-        self.change: MembershipChange | None = None  # as detected by `num_nodes_waiting`
         self.members: frozenset[tuple[str, int]] = frozenset()  # address and pid of each node
         self._endpoint = Endpoint(*options.rdzv_endpoint)
         self._min_nodes, self._max_nodes = options.nnodes
@@ -96,7 +95,7 @@ class NodesRendezvous(LauncherRendezvous):
         """Join the next round; reconnect as often as the store is lost meanwhile. Raises `RunEnded`
         if the run has ended, a stop was requested, or `--rejoin-timeout` has passed."""
         began_s, warned = time.monotonic(), False
-        self.change, self._joining = None, True
+        self._joining = True
         while True:
             self._raise_if_stopped()
             try:
@@ -120,15 +119,9 @@ class NodesRendezvous(LauncherRendezvous):
                                  f"{self._timeout_s:g} s (--rejoin-timeout)")
             time.sleep(RETRY_S)
 
-    def take_change(self) -> MembershipChange | None:
-        """Return the change that was found, and forget it."""
-        change, self.change = self.change, None
-        return change
-
     def num_nodes_waiting(self) -> int:
         """1 if a change requires a restart, else 0. torch's agent restarts the ranks if not 0."""
-        self.change = self.change or self._find_change()
-        return int(self.change is not None)
+        return int(self.find_change() is not None)
 
     def begin_change(self) -> None:
         """Announce that this node stops its ranks because a node joins, so all nodes restart."""
@@ -160,13 +153,17 @@ class NodesRendezvous(LauncherRendezvous):
         stopped = [f"trainer/stopped/{self._nonce}/{_key(node)}" for node in self.members]
         self._try("set", f"trainer/stopped/{self._nonce}/{_key(self._me)}", "1")
         deadline_s = time.monotonic() + KEEP_ALIVE_S * KEEP_ALIVE_TIMES + 1.0
-        while not self.num_nodes_waiting() or (self.change and self.change.kind == "join"):
-            self.change = None
+        while not self.is_incomplete():
             complete = all_stopped and self._try("check", stopped)
             if complete or self.ended() is not None or time.monotonic() > deadline_s:
                 return False
             time.sleep(RETRY_S)
         return True
+
+    def is_incomplete(self) -> bool:
+        """Whether a node or the store is lost, or a newer attempt has begun."""
+        change = self.find_change()
+        return change is not None and change.kind != "join"
 
     def leave(self) -> None:
         """Keep hosting the store until the other nodes have read the exit code."""
@@ -242,7 +239,7 @@ class NodesRendezvous(LauncherRendezvous):
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
         return torch_private.rendezvous_state(self._handler)
 
-    def _find_change(self) -> MembershipChange | None:
+    def find_change(self) -> MembershipChange | None:
         try:
             state = self._state()
             newest = self._call("get", "trainer/newest").decode()
