@@ -23,7 +23,7 @@ DEADLINE_S = 200.0
 
 
 def preload(argv: list[str]) -> int:
-    """Do not import torch, which these tests do not need. The folder's name selects the outcome."""
+    """Imports no torch. The folder's name selects the outcome."""
     folder = Path(argv[0])
     if folder.name == "refused":
         print("no such data", file=sys.stderr)
@@ -117,14 +117,11 @@ class Rank:
 
     def follow(self, code: str) -> int:
         """Exit when a peer has exited, like a rank whose connection broke."""
-        peers = [n["pid"] for n in self.wait("started") if n["rank"] != self.rank]
         watch = select.poll()
-        for pid in peers:
-            try:
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            for pid in (n["pid"] for n in self.wait("started") if n["rank"] != self.rank):
                 watch.register(os.pidfd_open(pid), select.POLLIN)
-            except ProcessLookupError:
-                return int(code)
-        watch.poll()
+            watch.poll()
         return int(code)
 
     def serve(self, _: str) -> int:

@@ -15,9 +15,6 @@ import scripted
 from launching import Launched
 from machine import AT_ONCE_S, GONE_S, wait_gone
 
-from launch import fork_server
-from trainer.resilience import stop_signals
-
 
 def test_a_final_exit_code_wins_over_an_earlier_secondary_exit(tmp_path: Path) -> None:
     with Launched(tmp_path / "run", {"0.0": "exit=1", "0.1": "follow=77"}, num_ranks=2) as launch:
@@ -96,11 +93,6 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
         assert launch.end() == 1
         assert len(launch.notes("sigterm")) == 1
         assert wait_gone(launch.pids(), AT_ONCE_S) == set()
-
-
-def test_orphans_are_killed_within_5_s() -> None:
-    assert max(fork_server.ORPHAN_TIMEOUT_S, stop_signals.ORPHAN_LIMIT_S) < 5.0
-    assert AT_ONCE_S < fork_server.ORPHAN_TIMEOUT_S
 
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
