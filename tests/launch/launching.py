@@ -40,7 +40,6 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill all remaining processes."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

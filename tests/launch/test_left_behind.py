@@ -25,8 +25,6 @@ FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.work
 
 
 class Run:
-    """A run folder and its launches, which have their own temporary folder."""
-
     def __init__(self, folder: Path, by: str) -> None:
         self.path, self.by = folder / "run", by
         self.temporary = folder / "temporary"
@@ -55,8 +53,7 @@ class Run:
         assert sockets.keys().isdisjoint(machine.listeners())
 
     def check_nothing_is_left(self) -> None:
-        """No files in the temporary folder, except torch's cache and torchrun's logs."""
-        assert [path.name for path in self.temporary.iterdir()
+        assert [path.name for path in self.temporary.iterdir()  # torch's cache, torchrun's logs
                 if not path.name.startswith(("torchinductor_", "torchelastic_"))] == []
 
 

@@ -60,11 +60,10 @@ def reach(step: int, *running: Launch) -> None:
 
 def time_to_first_step(*running: Launch, since: float) -> float:
     """Seconds from `since` (wall clock) to the first step of a later attempt."""
-    def first() -> list[float]:
-        return [e["time"] for e in running[0].events("first-step") if e["time"] > since]
-
-    wait_until(first, "the first step of the next attempt", *running)
-    return first()[0] - since
+    first = wait_until(lambda: [
+        e["time"] for e in running[0].events("first-step") if e["time"] > since],
+        "the first step of the next attempt", *running)
+    return first[0] - since
 
 
 def epochs(run: Path) -> list[list[int]]:

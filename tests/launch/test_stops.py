@@ -119,7 +119,6 @@ def listens(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def start(ranks: Any) -> Callable[..., tuple[int | None, float]]:
-    """`start(run, size, arguments, stop, **slow)`: exit code, and seconds since the signal."""
     def started(run: Path, size: int, arguments: Sequence[str], stop: Stop | None = None,
                  **slow: float) -> tuple[int | None, float]:
         env = {f"SLOW_{key}_S": str(value) for key, value in slow.items()}
@@ -140,7 +139,7 @@ def finish(start: Any) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def until_done(start: Any, finish: Any) -> Callable[..., list[int | None]]:
-    """Launch once per stop, then once more until completion; returns the codes of the former."""
+    """Launch once per stop, whose codes are returned, then until completion."""
     def done(run: Path, arguments: Sequence[str], stops: Sequence[Stop],
              **slow: float) -> list[int | None]:
         ends = [start(run, 2, arguments, stop, **slow) for stop in stops]
