@@ -7,18 +7,15 @@ import importlib
 import inspect
 import math
 import pkgutil
-import random
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from unread import ended
 
 import benchmarks
-from benchmarks import claims, gpu, memory, reporting
+from benchmarks import claims, reporting
 from benchmarks import goodput_model as model
-from benchmarks.goodput import kill_times, standing
+from benchmarks.goodput import standing
 from trainer.telemetry.std_streams import EXIT_PIPE
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")
@@ -68,15 +65,6 @@ def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
     assert reporting.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-def test_growth_is_that_of_the_last_half() -> None:
-    rising = [(step, 100.0 + min(step, 500)) for step in range(0, 1000, 10)]
-    leaking = [(step, 100.0 + 0.004 * step) for step in range(0, 1000, 10)]
-
-    assert memory.growth(rising)[memory.GROWTH] == pytest.approx(0)
-    assert memory.growth(leaking)[memory.GROWTH] == pytest.approx(4)
-    assert memory.resident_bytes() > 1e6
-
-
 @pytest.mark.parametrize("survivors", [True, False])
 @pytest.mark.parametrize("mtbf_s", [300.0, 3000.0, 100_000.0])
 def test_the_simulation_agrees_with_dalys_formula(survivors: bool, mtbf_s: float) -> None:
@@ -112,49 +100,10 @@ def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals(
     assert model.kept(slow, 71) == 60
 
 
-def test_published_failure_rates_give_the_published_mean_times() -> None:
-    hours = {gpus: model.mtbf_s(gpus, failures_per_1000_node_days=6.5) / 3600
-             for gpus in (16384, 131072)}
-
-    assert hours[16384] == pytest.approx(1.8, rel=0.01)
-    assert hours[131072] == pytest.approx(0.23, rel=0.03)
-
-
 def test_a_difference_needs_its_quartiles_on_one_side() -> None:
     assert claims.verdict({"q1": 1.01, "q3": 1.2}) == "faster"
     assert claims.verdict({"q1": 0.9, "q3": 1.2}) == "no difference"
     assert claims.verdict({"q1": 0.8, "q3": 0.9}) == "slower"
-
-
-def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
-    linear, inputs = nn.Linear(8, 4), torch.randn(16, 8)
-
-    def run() -> None:
-        out = linear(inputs)
-        (out * out).sum()  # keeps `out` twice, one storage
-
-    assert claims.kept_bytes(linear, run) == 16 * 8 * 4 + 16 * 4 * 4
-    with torch.no_grad():
-        assert claims.kept_bytes(linear, run) == 0
-
-
-def test_the_operations_of_a_step_are_counted() -> None:
-    subject = gpu.subjects(tiny=True)[-1]
-
-    trainee = gpu.Trainee(subject, ["fp32"], torch.device("cpu"))
-    trainee.step()
-
-    # Without attention: 6 operations per weight and token, of the blocks and of the output.
-    weights = 2 * 12 * 32 * 32 + 64 * 32
-    assert gpu.count_flops(trainee) >= 6 * weights * 2 * 16
-
-
-def test_kills_are_spread_over_the_whole_time() -> None:
-    draw = random.Random(0)
-    times = [kill_times(1.0, 2, draw.randrange(1 << 30)) for _ in range(2000)]
-
-    assert all(0 <= first <= second <= 2 for first, second in times)
-    assert sum(first for first, _ in times) / len(times) == pytest.approx(2 / 3, rel=0.05)
 
 
 def test_time_that_two_deaths_share_counts_once() -> None:
