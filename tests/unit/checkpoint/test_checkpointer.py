@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -122,32 +120,6 @@ def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
 
     assert reported
     assert not checkpoint.has_unreported_save  # an outstanding validation may have added a line
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype) -> None:
-    subject = make_subject(10)
-    subject.model.to(dtype).register_parameter("filters", nn.Parameter(
-        torch.ones(256, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)))
-    subject.state.__post_init__()  # as if the model had been made with it
-    checkpoint = make_checkpointer(subject, tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        checkpoint._writer.submit(torch.get_num_threads).result(LIMIT_S)
-        torch.ones(10**6).add_(1)  # starts this thread's own threads
-        threads = set(os.listdir("/proc/self/task"))
-        subject.state.progress.step = 1
-        checkpoint.save("periodic")
-        checkpoint.finish_pending(must=True)
-        new = set(os.listdir("/proc/self/task")) - threads
-    finally:
-        torch.set_num_threads(before)
-        checkpoint.abandon()
-        checkpoint.store.close()
-
-    assert not new
 
 
 def _copy(subject: Subject) -> dict[str, dict[str, Tensor]]:
