@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +34,6 @@ def recipe(folder: Path, text: str) -> str:
 
 
 # --- recipes and flags
-
-def test_the_default_recipe_is_the_sample_with_the_small_cnn():
-    config = command_line.parse_config([])
-
-    assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
-    assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
-    assert (config.schedule.warmup, config.schedule.min_ratio) == (Duration(5, "percent"), 0.1)
-    assert (config.checkpoint.every, config.checkpoint.keep) == (Duration(100), 3)
-    assert config.eval.every == Duration(1, "epochs")
 
 
 def test_the_run_folder_is_named_after_the_recipe(tmp_path):
@@ -360,16 +350,6 @@ def test_help_names_commands_recipes_and_defaults_and_fits_the_terminal(capsys, 
 
 
 # --- the object itself
-
-def test_a_config_is_frozen_and_its_parts_are_checked_where_they_are_made():
-    config: Config[Any] = Config(task=Images())
-
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 3  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"--checkpoint\.keep 0"):
-        Checkpoint(keep=0)
-    with pytest.raises(TypeError):
-        Batch(128, 32)  # type: ignore[misc]
 
 
 def test_each_setting_declares_its_change_class_and_task_fields_must_match():

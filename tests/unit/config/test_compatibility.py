@@ -87,8 +87,7 @@ def test_each_setting_may_change_as_declared(name, value, change):
 def test_accepting_one_change_accepts_no_other():
     with pytest.raises(ConfigError, match=r"--seed was 0 and is 1: .* --accept seed\."):
         compare_settings(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"),
-                         saved(),
-                         now=HERE, then=HERE)
+                         saved(), now=HERE, then=HERE)
 
 
 # --- circumstances
@@ -147,14 +146,3 @@ def test_a_removed_setting_is_ignored_and_a_removed_field_of_the_task_is_not():
                             then=HERE) == ResumeDecision()
     with pytest.raises(ConfigError, match=r"--task\.gone was 1 and is None"):
         compare_settings(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
-
-
-def test_settings_are_json_values_of_all_settings():
-    config = parsed("--schedule.warmup=3ep", "--inject=kill")
-
-    plain = settings(config)
-
-    assert json.loads(json.dumps(plain)) == plain
-    assert plain.keys() == {name for name, _, _ in config.leaves()}
-    assert plain["schedule.warmup"] == "3ep"
-    assert plain["optim.betas"] == [0.9, 0.999]
