@@ -49,23 +49,6 @@ def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
         assert torch.equal(result, padded[:, down : down + 6, right : right + 5])
 
 
-@quick
-@given(keys=KEYS, order=st.randoms(use_true_random=False))
-def test_an_image_comes_out_the_same_in_any_batch(keys, order):
-    images = pictures(len(keys))
-    places = list(range(len(keys)))
-    order.shuffle(places)
-
-    def both(some_images: torch.Tensor, some_keys: np.ndarray) -> torch.Tensor:
-        return augment.crop(augment.flip(some_images, some_keys), some_keys, 2)
-
-    together = both(images, keys)
-
-    assert torch.equal(both(images[places], keys[places]), together[places])
-    for i in places:
-        assert torch.equal(both(images[i : i + 1], keys[i : i + 1])[0], together[i])
-
-
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])
 def test_dtype_and_input_are_unchanged(kind):
     images = (pictures(4) % 200).to(kind)

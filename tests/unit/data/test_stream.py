@@ -225,20 +225,6 @@ def test_a_stream_that_splits_itself_by_worker_loses_no_samples():
     assert windows[1] == windows[3] == {k: [100 * k + 2, 100 * k + 3] for k in range(4)}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_next_epoch_drops_prefetched_windows(workers):
-    run = Rank(Counted(size=6), workers=workers)
-    first = [run.window() for _ in range(3)]
-    assert next(run.stream).samples == 0
-
-    run.stream.next_epoch()
-    second = [run.window() for _ in range(3)]
-
-    run.stream.close()
-    assert first == second
-    assert first[0] == {k: [100 * k, 100 * k + 1] for k in range(4)}
-
-
 def test_a_position_with_another_lane_layout_is_refused():
     state = {"epoch": 0, "start": 0, "lanes": 2, "micro_size": 4, "feeds": [{}, {}]}
 
