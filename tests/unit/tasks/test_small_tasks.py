@@ -47,8 +47,8 @@ def test_a_recipe_is_in_the_docs(recipe):
     assert f"`{recipe}`" in page
 
 
-@pytest.mark.parametrize("task", [Spiral(), Shapes(images=8), Shapes(images=8, target="labels")],
-                         ids=str)
+@pytest.mark.parametrize("task", [Images(), Spiral(), Shapes(images=8),
+                                  Shapes(images=8, target="labels")], ids=str)
 def test_a_picture_is_drawn_of_a_fresh_model(task):
     with torch.inference_mode():
         picture = task.picture(task.model().eval())
