@@ -94,8 +94,6 @@ def problems(task: Any, **arguments: Any) -> str:
     return str(caught.value)
 
 
-# --- good tasks
-
 @pytest.mark.parametrize("task", [
     Good(), Images(), Images(norm="group", augment="flip+crop", dropout=0.1), Tokens(),
     Tape(norm="batch", dropout=0.2, validation=3), with_data(Stream),
@@ -141,8 +139,6 @@ def test_cached_data_and_values_of_the_last_batch_are_no_state():
 
     check_task(Cached())
 
-
-# --- broken data
 
 class Counting(Points):
     reads = 0
@@ -211,7 +207,6 @@ def test_broken_data_are_the_only_problem_found(task, problem):
     assert problem in found
     assert "a problem" in found
 
-# --- broken losses
 
 @pytest.mark.parametrize(("loss", "problem"), [
     (lambda m, b: Outcome(squares(m, b).sum() * math.nan, len(b[0])), "must be finite"),
@@ -278,8 +273,6 @@ def test_all_problems_are_reported_together():
     assert "no gradient reaches unused.weight" in found
     assert "return the sum over the samples, not a mean" in found
 
-
-# --- hidden state
 
 class Hiding(nn.Linear):
     """Has hidden state, in one of several places, that the training forward changes."""

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.config.schema import Batch, Config, Parallel
-from trainer.data.stream_reader import known_length
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
@@ -53,8 +52,7 @@ class Made:
 
 def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
     world = World(LaunchInfo(), torch.device(device), threads=torch.get_num_threads())
-    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
-                         **sections)
+    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2), **sections)
     return prepare(config, world)
 
 
@@ -173,31 +171,16 @@ class Half(nn.Linear):
         return {n: t.half() for n, t in super().state_dict(*args, **kwargs).items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Foreign(Made):
-    """Methods that other trainers call."""
-
-    def collate_fn(self, samples: Any) -> Any:
-        return samples
-
-    def configure_optimizers(self) -> Any:
-        return []
-
-    def training_step(self, batch: Any) -> Any:
-        return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Both(Made):
-    """A helper of a known name beside what is called."""
-
-    def collate_fn(self, samples: Any) -> Any:
-        return samples
-
-    collate = collate_fn
-
-
 def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
+    class Foreign(Made):
+        def collate_fn(self, samples: Any) -> Any:
+            return samples
+
+        configure_optimizers = training_step = collate_fn
+
+    class Both(Made):  # a helper of a known name beside what is called
+        collate = collate_fn = Foreign.collate_fn
+
     told = uncalled_methods(Foreign())
 
     assert told.startswith("Foreign: collate_fn() isn't called; instead define collate(samples)")
@@ -207,36 +190,6 @@ def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
     assert uncalled_methods(Both()) == uncalled_methods(Made()) == ""
     with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
         check_task(Foreign())
-
-
-class Long(Dataset):
-    """A data set of any length."""
-
-    def __init__(self, length: Any) -> None:
-        self.length = length
-
-    def __len__(self) -> Any:
-        return self.length
-
-    def __getitem__(self, index: int) -> float:
-        return float(index)
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        yield 0.0
-
-
-class Silent(Endless):
-    def __len__(self) -> Any:
-        raise TypeError("it has none")
-
-
-@pytest.mark.parametrize(("data", "length"), [
-    (Long(20), 20), (Long(np.int64(20)), 20), (Long(torch.tensor(20)), 20), (Endless(), None),
-    (Silent(), None)])
-def test_any_whole_number_is_a_length_and_only_a_stream_may_have_none(data, length):
-    assert known_length(data) == length
 
 
 def test_data_that_are_no_data_set_are_refused():

@@ -25,8 +25,7 @@ class Indices(list):
 
 
 def idx(array: np.ndarray) -> bytes:
-    shape = np.array(array.shape, ">u4").tobytes()
-    return bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
 
 
 def tiny(folder: Path, *, change: tuple[int, int] | None = None, **fields) -> Images:
@@ -41,9 +40,6 @@ def tiny(folder: Path, *, change: tuple[int, int] | None = None, **fields) -> Im
             array.reshape(-1)[change[1]] ^= 1
         (folder / name).write_bytes(idx(array))
     return Images(data="fashion-mnist", root=str(folder), **fields)
-
-
-# --- data ---
 
 
 def test_a_fifth_of_the_training_file_is_held_out_and_none_of_it_trained_on():
@@ -121,14 +117,8 @@ def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
     assert tiny(tmp_path / "a", seed=0, augment="none").fingerprint() == plain
 
 
-# --- settings ---
-
-
 def test_the_flag_of_the_model_is_model():
     assert parse_config(["--task.model", "resnet18"]).task.architecture == "resnet18"
-
-
-# --- models ---
 
 
 def test_a_torchvision_model_takes_grey_images_and_keeps_its_names():
@@ -162,9 +152,6 @@ def test_a_torchvision_model_that_needs_larger_images_gets_them():
 def test_an_unknown_model_is_refused_with_the_nearest_names():
     with pytest.raises(ConfigError, match=r"--task\.model resnet81: .*did you mean.*resnet18"):
         Images(architecture="resnet81").model()
-
-
-# --- loss ---
 
 
 class Fixed(torch.nn.Module):
