@@ -50,8 +50,7 @@ def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) 
     (20, None, 10, 0.0, True),  # unknown speed of a save
 ])  # fmt: skip
 def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
-    tmp_path, state, step, seconds, interval, spent_s, begun
-):
+        tmp_path, state, step, seconds, interval, spent_s, begun):
     store = saved(tmp_path, step, seconds=seconds)
 
     why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0,

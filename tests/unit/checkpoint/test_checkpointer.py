@@ -45,8 +45,7 @@ def gate(checkpoint: Checkpointer) -> threading.Event:
 
 
 def test_an_update_waits_until_the_previous_state_is_copied(
-    subject: Subject, checkpoint: Checkpointer, gate: threading.Event
-) -> None:
+        subject: Subject, checkpoint: Checkpointer, gate: threading.Event) -> None:
     expected = _copy(subject)
 
     def update() -> None:
@@ -69,8 +68,7 @@ def test_an_update_waits_until_the_previous_state_is_copied(
 
 
 def test_buffers_are_copied_at_once_since_the_next_forward_moves_them(
-    tmp_path: Path, subject: Subject, checkpoint: Checkpointer, gate: threading.Event
-) -> None:
+        tmp_path: Path, subject: Subject, checkpoint: Checkpointer, gate: threading.Event) -> None:
     subject.model.register_buffer("seen", torch.zeros(100_000))
     subject.state.__post_init__()  # as if the model had been made with it
     subject.state.progress.step = 1
@@ -108,8 +106,7 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
 
 
 def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
-    subject: Subject, checkpoint: Checkpointer
-) -> None:
+        subject: Subject, checkpoint: Checkpointer) -> None:
     subject.state.progress.step = 1
     checkpoint.save("periodic")
     checkpoint.finish_pending(must=True)

@@ -78,8 +78,7 @@ def test_names_and_sizes_that_do_not_fit_are_refused_unless_allowed(tmp_path):
 
     # Another width is in a later layer's second dimension: no head.
     save_file(net(width=8, seed=1).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(
-            ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
+    with pytest.raises(ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
         load_initial_weights(net(), tmp_path, strict=True)
 
 

@@ -137,8 +137,7 @@ def damages(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_damage_to_any_byte_is_found_and_the_previous_checkpoint_is_used(
-    store: Store, name: str
-) -> None:
+        store: Store, name: str) -> None:
     save(store, 1)
     save(store, 2)
     path = store.folder / "step-00000002" / name
@@ -259,8 +258,7 @@ def test_a_rollback_sets_aside_newer_steps_of_older_generations(tmp_path: Path) 
 
 @pytest.mark.parametrize(("keep", "keep_every"), [(1, None), (2, None), (2, 8)])
 def test_pruning_keeps_the_newest_the_best_and_every_nth_also_over_a_resume(
-    tmp_path: Path, keep: int, keep_every: int | None
-) -> None:
+        tmp_path: Path, keep: int, keep_every: int | None) -> None:
     saved: list[int] = []
     for step in range(2, 61, 2):
         if step in (2, 40):

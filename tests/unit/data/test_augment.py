@@ -35,8 +35,7 @@ def test_flip_mirrors_exactly_the_images_whose_key_is_odd(keys, channels):
 @quick
 @given(keys=KEYS, padding=st.integers(0, 4), channels=st.integers(1, 3))
 def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
-    keys, padding, channels
-):
+        keys, padding, channels):
     images = pictures(len(keys), channels=channels)
 
     cropped = augment.crop(images, keys, padding)

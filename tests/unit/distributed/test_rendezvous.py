@@ -55,8 +55,7 @@ def test_a_missing_rank_0_is_named() -> None:
 
 
 def test_the_interface_towards_an_address_is_that_of_the_route(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+        monkeypatch: pytest.MonkeyPatch) -> None:
     assert sockets.interface_towards("127.0.0.1", 1) == "lo"
 
     def unknown(*_: object, **__: object) -> None:  # some name servers resolve any name

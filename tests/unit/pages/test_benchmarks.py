@@ -25,8 +25,7 @@ COSTS = model.Costs(step_s=1.0, interval_s=60.0, save_s=2.0, restart_s=30.0, sur
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_a_docstring_and_a_command_explains_its_options(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+        name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     _, command, end = Path(inspect.getfile(module)).read_text().partition(

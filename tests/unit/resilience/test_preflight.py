@@ -78,8 +78,7 @@ def test_an_error_at_a_limit_is_explained_with_a_remedy(error: Exception, words:
      ("TORCHINDUCTOR_CACHE_DIR is ", "unset it")),
 ])
 def test_nothing_starts_in_a_deleted_folder_or_if_torch_can_not_write_its_cache(
-    command: str, before: str, words: tuple[str, str], tmp_path: Path
-) -> None:
+        command: str, before: str, words: tuple[str, str], tmp_path: Path) -> None:
     script = f"{before}; exec {sys.executable} -m {command} --steps=1 --run-dir={tmp_path}/run"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200,
                           check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})

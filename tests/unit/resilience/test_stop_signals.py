@@ -72,9 +72,7 @@ print(child.returncode, stop.only_from(os.getpid()))
 """
 
 
-@pytest.mark.parametrize(("before", "told"), [
-    ("", "-15 False\n"), ("stop.shield()", "0 True\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(("before", "told"), [("", "-15 False\n"), ("stop.shield()", "0 True\n")])
 def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, told):
     done = subprocess.run([sys.executable, "-c", SHIELDED.format(before=before)], timeout=200,
                           capture_output=True, text=True, check=True)

@@ -168,8 +168,7 @@ def test_an_orphan_loses_the_folder(processes: Processes, reaped: bool) -> None:
 
 @pytest.mark.parametrize("of", ["launcher", "launch"])
 def test_an_earlier_attempt_of_the_same_launch_loses_the_folder(
-    processes: Processes, of: str
-) -> None:
+        processes: Processes, of: str) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
     take = (f"take launcher_pid={processes.launcher().pid}" if of == "launcher"
             else "take launch_id=job-17")
@@ -211,8 +210,7 @@ def test_a_new_attempt_waits_for_a_commit_under_way(processes: Processes, tmp_pa
 
 
 def test_a_new_attempt_does_not_wait_for_a_stopped_process(
-    processes: Processes, tmp_path: Path
-) -> None:
+        processes: Processes, tmp_path: Path) -> None:
     first, lock = processes.attempt("first"), RunLock(processes.path, "second", brief_lock_s=0.1)
     first.ask("take launch_id=a")
     first.ask(f"commit {tmp_path / 'never'}")
@@ -262,8 +260,7 @@ def test_a_lock_file_without_an_owner_is_free(tmp_path: Path, content: bytes) ->
 
 
 def test_without_file_locks_every_take_succeeds_and_the_nonce_still_names_the_owner(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     first, lock = processes.attempt("first"), RunLock(processes.path, "second")
     first.ask("take")
 

@@ -56,8 +56,7 @@ def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
     ({"TERM": "dumb"}, "warning: look\n"),
 ])
 def test_a_warning_has_a_colour_on_a_terminal_unless_colours_are_off(
-    monkeypatch, variables, expected
-):
+        monkeypatch, variables, expected):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
