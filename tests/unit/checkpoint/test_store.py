@@ -91,16 +91,6 @@ def test_modes_follow_the_umask(store: Store) -> None:
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
 
 
-def test_the_run_folder_can_be_moved(store: Store, tmp_path: Path) -> None:
-    save(store, 1)
-
-    store.folder.parent.rename(tmp_path / "elsewhere")
-
-    moved = Store(tmp_path / "elsewhere" / "checkpoints")
-    assert moved.verify(1).path == moved.folder / "step-00000001"
-    assert str(tmp_path).encode() not in (moved.verify(1).path / "manifest.json").read_bytes()
-
-
 def test_foreign_names_are_not_touched(store: Store) -> None:
     foreign = ["step-1", "step-00000009.tmp", "step-00000009-mine", "notes.txt", "best"]
     for name in foreign:

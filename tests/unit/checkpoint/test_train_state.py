@@ -163,6 +163,8 @@ def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_non
     restored(resumed, tensors, facts)
     assert resumed.ema.updates == 0
     assert all(torch.equal(t, tensors[MODEL][n]) for n, t in resumed.export_weights().items())
+    with pytest.raises(CheckpointDamaged, match=r"do not contain 0\.weight"):
+        resumed.ema.load({}, state.ema.state_dict())
 
 
 def test_a_save_while_the_average_is_in_place_holds_the_trained_weights():

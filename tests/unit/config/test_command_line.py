@@ -127,15 +127,12 @@ def test_a_length_written_out_is_read_as_the_same(length):
 FIELDS, KINDS = "--task=field_task:Fields", "--task=field_task:Kinds"
 RUNS = [
     *([name] for name in command_line.recipe_names()),
-    ["fashion-mnist", "--seed", "9", "--steps", "1000000"],
     ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
      "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep", "--schedule.options=T_mult=2"],
     ["--batch.global-size=96", "--batch.micro-size=24", "--data.workers=3", "--data.drop-last=off",
      "--data.shuffle=off", "--data.prefetch=5"],
     ["--optim.name=sgd", "--optim.lr=1e-30", "--optim.betas", "0.1", "0.2",
      "--optim.nesterov=on", "--optim.eps=0.30000000000000004"],
-    ["--schedule.name=constant", "--schedule.warmup=1234567"],
-    ["--schedule.name=linear", "--schedule.min-ratio=0"],
     ["--checkpoint.every=0.333ep", "--checkpoint.keep-every=12.5%", "--checkpoint.on-error=stop",
      "--eval.every=off", "--eval.batch-size=7", "--eval.best=val_loss:min"],
     ["--precision.dtype=bf16", "--precision.compile=on", "--world.threads=2", "--device=cpu",
@@ -176,9 +173,6 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     # names
     (["--optim.lrr=1"], "--optim.lrr: there is no such flag; did you mean --optim.lr?"),
     (["--lr=1"], "--lr: there is no such flag; did you mean --optim.lr?"),
-    (["--batch_size", "8"], "--batch-size: there is no such flag; did you mean "
-     "--batch.global-size?"),
-    (["--max_epochs=3"], "--max-epochs: there is no such flag; did you mean --epochs?"),
     (["--xyzzy=1"], "--xyzzy: there is no such flag; --help lists them all."),
     (["-v"], "-v: there is no such flag; --help lists them all. (Write a value that begins"),
     (["inspct", "runs/x"], "inspct: there is no such command; did you mean 'inspect'?"),
@@ -191,7 +185,6 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["sample", "text"], "text: it belongs to no flag; give one RECIPE, before all flags."),
     # tasks
     (["--task=image"], "--task image: no built-in task of this name; did you mean 'images'?"),
-    (["--task="], "--task '': no built-in task of this name; "),
     (["--task"], "--task: give the name of a task or module:Class"),
     (["--task=tape_task:Tap"], "--task tape_task:Tap: tape_task has no 'Tap'; did you mean "
      "tape_task:Tape?"),
@@ -199,9 +192,8 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--task=nowhere:Task"], "--task nowhere:Task: there is no such module"),
     *((["--task", wrong], f"--task {wrong}: give a module name, not a path: write {right}")
       for wrong, right in [
-          ("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
-          ("tests/support/tape.py:Tape", "tests.support.tape:Tape."),
-          ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
+          ("./tape_task.py:Tape", "tape_task:Tape."), (".tape:Tape", "tape:Tape."),
+          ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b.")]),
     (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
      "resolved: name 'Nowhere' is not defined; import them at run time too, not"),
     (["--task=field_task:Needy"], "--task field_task:Needy: --task.root: this field has no "
@@ -221,24 +213,18 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--init="], "--init '': the value is empty; give one, or omit the flag."),
     # types
     (["--optim.lr", "1,5"], "--optim.lr 1,5: expected FLOAT."),
-    (["--steps", "10k"], "--steps 10k: expected INT."),
     (["--data.workers", "many"], "--data.workers many: expected auto|INT."),
     (["--device", "gpu"], "--device gpu: expected auto|cpu|cuda|mps (did you mean cpu?)."),
     (["--schedule.warmup", "5x"], "--schedule.warmup 5x: '5x' is not a length; write 200"),
     (["--schedule.warmup=0.05"], "--schedule.warmup 0.05: '0.05' is not a whole number of steps; 5 "
      "% of the run is written 5%."),
-    ([KINDS, "--task.widths", "1,2"], "--task.widths 1,2: expected INT."),
     ([KINDS, "--task.wide", "1"], "--task.wide 1: expected on|off."),
-    (["--task=field_task:Fields", "--task.norm=batch"], "--task.norm batch: expected BATCH|LAYER"),
     # ranges
     (["--batch.global-size=0"], "--batch.global-size 0: use INT >= 1 and <= 10000000."),
     (["--batch.micro-size=33"], "--batch.micro-size 33: it must divide --batch.global-size 128; "
      "the nearest divisor is 32"),
-    (["--data.workers=-1"], "--data.workers -1: use auto|INT >= 0 and <= 512."),
     (["--optim.lr=nan"], "--optim.lr nan: use FLOAT > 0 and < inf."),
-    (["--optim.ema=1"], "--optim.ema 1.0: use FLOAT >= 0 and < 1."),
     (["--optim.betas", "0.9", "1.0"], "--optim.betas (0.9, 1.0): use FLOAT FLOAT >= 0 and < 1."),
-    (["--seed=-1"], "--seed -1: use INT >= 0 and < 9223372036854775808."),
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
     (["--run= "], "--run-dir ' ': give the path of a folder."),
@@ -248,12 +234,10 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--optim.rates=a=0"], "--optim.rates a=0: write PATTERN=FACTOR with a factor above 0"),
     (["--optim.nesterov=on", "--optim.momentum=0"], "--optim.nesterov on: it needs --optim.momen"),
     (["--schedule.name=cosin"], "--schedule.name cosin: use cosine, constant, "),
-    (["--schedule.options=T_0"], "--schedule.options T_0: write KEY=VALUE"),
     (["--schedule.name=m:f", "--schedule.options=a=1"],
      "--schedule.options a=1: --schedule.name m:f takes no"),
     (["--schedule.name=constant", "--schedule.min-ratio=0"], "--schedule.min-ratio 0.0: "
      "--schedule.name constant doesn't use it, only cosine and linear"),
-    (["--eval.best=val_loss"], "--eval.best val_loss: write NAME:max or NAME:min"),
     (["--log.sinks=mine"], "--log.sinks mine: write module:Class."),
     (["--log.hints-off=flat-los"], "--log.hints-off flat-los: there is no such hint; did you"),
 ])  # fmt: skip
@@ -267,20 +251,16 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
 @pytest.mark.parametrize(("text", "message"), [
     ("[optim\nlr = 1", "recipe {path}: "),
     ("[optim]\nlrr = 1", "{path}: unknown key optim.lrr; did you mean optim.lr?"),
-    ("[xyz]\na = 1", "{path}: unknown key xyz; --help lists them all."),
     ("optim = 3", "{path}: optim = 3: write a table [optim]."),
     ("seed = true", "{path}: seed = True: expected INT."),
-    ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: expected 2 values"),
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': expected on|off (did you mean off"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
-    ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
-    ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1"),
 ])  # fmt: skip
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, message):
     path = recipe(tmp_path, text)
@@ -386,9 +366,7 @@ def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
     (lambda: Optim(nesterov=True), "--optim.nesterov True: expected on|off."),
     (lambda: Data(workers="two"), "--data.workers 'two': expected auto|INT."),
     (lambda: Optim(lr="0.1"), "--optim.lr '0.1': expected FLOAT."),
-    (lambda: Optim(betas=(0.9,)), "--optim.betas (0.9,): expected 2 values"),
     (lambda: Batch(global_size=64.0), "--batch.global-size 64.0: expected INT."),
-    (lambda: Checkpoint(every="10x"), "--checkpoint.every '10x': '10x' is not a length"),
     (lambda: Config(freeze="*"), "--freeze '*': expected STR …."),
     (lambda: Config(optim={"lr": 1}), "--optim {'lr': 1}: expected Optim."),
 ])  # fmt: skip

@@ -30,19 +30,6 @@ class Counted(IterableDataset):
         return iter(range(100 * number, 100 * number + self.size))
 
 
-class Shuffled(IterableDataset):
-    """0 … 39 through a shuffle buffer that draws from the process's generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        buffer: list[int] = []
-        for value in range(40):
-            buffer.append(value)
-            if len(buffer) == 10:
-                yield buffer.pop(random.randrange(10))
-        while buffer:
-            yield buffer.pop(random.randrange(len(buffer)))
-
-
 class Ordered(IterableDataset):
     """Draws its order in `set_epoch`, and has no order before."""
 
@@ -194,22 +181,6 @@ def test_a_state_of_the_last_window_of_an_epoch_leads_to_the_next_epoch():
     assert next(resumed.stream).samples == 0
     resumed.stream.next_epoch()
     assert next(resumed.stream).batch.tolist() == [0, 4]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_random_order_of_a_stream_is_the_same_for_all_lanes(workers):
-    orders = []
-    for size in (1, 2):
-        ranks = [Rank(Shuffled(), r, size, workers=workers) for r in range(size)]
-        found = [{lane: values for rank in ranks for lane, values in rank.window().items()}
-                 for _ in range(5)]  # fmt: skip
-        orders.append(found)
-        for rank in ranks:
-            rank.stream.close()
-
-    values = sorted(v for window in orders[0] for lane in window.values() for v in lane)
-    assert values == list(range(40))
-    assert orders[0] == orders[1]
 
 
 def test_a_stream_that_splits_itself_by_worker_loses_no_samples():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import math
 import pkgutil
 from pathlib import Path
 
@@ -72,19 +71,6 @@ def test_the_simulation_agrees_with_dalys_formula(survivors: bool, mtbf_s: float
     simulated = model.simulate(costs, mtbf_s, failures=20_000)
 
     assert simulated == pytest.approx(model.daly(costs, mtbf_s), rel=0.02)
-
-
-def test_youngs_interval_costs_least_where_failures_are_rare() -> None:
-    mtbf_s = 100_000.0
-    best = model.young(COSTS.save_s, mtbf_s)
-
-    def goodput(interval_s: float) -> float:
-        return model.daly(dataclasses.replace(COSTS, interval_s=interval_s), mtbf_s)
-
-    assert best == math.sqrt(2 * 2 * 100_000)
-    assert goodput(best) > max(goodput(best / 1.5), goodput(best * 1.5))
-    # To first order: restarts, and twice what the saves cost.
-    assert 1 - goodput(best) == pytest.approx(30 / mtbf_s + 2 * 2 / best, rel=0.05)
 
 
 def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals() -> None:

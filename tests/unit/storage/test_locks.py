@@ -92,27 +92,22 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield Processes(tmp_path / "lock", stack)
 
 
-def test_the_folder_of_an_active_run_is_refused(processes: Processes) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_the_folder_of_an_active_run_is_refused(processes: Processes, launched: bool) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
-    assert first.ask("take") == "None"
+    takes = [f"take launcher_pid={processes.launcher().pid} launch_id={launch}" if launched
+             else "take" for launch in "ab"]
+    assert not owner_is_alive(processes.path)
+    assert first.ask(takes[0]) == "None"
+    assert owner_is_alive(processes.path)
 
-    refusal = second.ask("take")
+    refusal = second.ask(takes[1])
 
     where = f"--run-dir {processes.path.parent}"
     assert refusal.startswith(f"ConfigError: {where}: another run is active")
     assert f"process {first.pid} " in refusal
     assert first.ask("check") == "None"
     assert second.ask("check").startswith("StaleAttempt")
-
-
-def test_a_run_with_a_living_launcher_is_refused_to_another_one(processes: Processes) -> None:
-    first, second = processes.attempt("first"), processes.attempt("second")
-    mine, other = processes.launcher(), processes.launcher()
-    assert first.ask(f"take launcher_pid={mine.pid} launch_id=a") == "None"
-
-    refusal = second.ask(f"take launcher_pid={other.pid} launch_id=b")
-
-    assert refusal.startswith("ConfigError")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
@@ -122,6 +117,7 @@ def test_the_lock_of_a_dead_run_is_free_at_once(processes: Processes, sign: int)
     first.send_signal(sign)
     first.wait()
 
+    assert not owner_is_alive(processes.path)
     assert second.ask("take") == "None"
     assert second.ask("check") == "None"
 
@@ -265,37 +261,15 @@ def test_without_file_locks_every_take_succeeds_and_the_nonce_still_names_the_ow
     first.ask("take")
 
     def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, "not now")
 
     monkeypatch.setattr("fcntl.lockf", refuse)
+    number = errno.EIO  # an error of the disk
+    with pytest.raises(OSError, match="not now"):
+        lock.take()
+    number = errno.ENOLCK
     assert lock.take() is None
 
     assert first.ask("check").startswith("StaleAttempt")
     lock.check_without_waiting()
     lock.close()
-
-
-def test_errors_of_the_disk_are_not_taken_for_missing_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("fcntl.lockf", fail)
-
-    with pytest.raises(OSError, match="Input/output error"):
-        RunLock(tmp_path / "lock", "one").take()
-
-
-def test_owner_is_seen_alive_without_taking_a_lock(processes):
-    path = processes.path
-    assert not owner_is_alive(path)
-    owner = processes.attempt("a")
-    assert owner.ask("take") == "None"
-
-    assert owner_is_alive(path)
-    assert owner.ask("check") == "None"
-    owner.kill()
-    owner.wait()
-
-    assert not owner_is_alive(path)

@@ -14,7 +14,6 @@ from trainer import rng
 from trainer.config import command_line
 from trainer.data.batch import collate, empty
 from trainer.errors import ConfigError
-from trainer.task import BUILT_IN, find_task
 from trainer.tasks.images import Images
 from trainer.tasks.photos import Photos
 from trainer.tasks.shapes import Shapes
@@ -31,13 +30,6 @@ from trainer.testing import check_task
 ], ids=str)  # fmt: skip
 def test_a_shipped_task_passes_check_task(task):
     check_task(task)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_each_built_in_task_has_a_recipe(name):
-    recipes = [command_line.load(command_line.find_recipe(r)) for r in command_line.recipe_names()]
-
-    assert find_task(name) in {type(config.task) for config in recipes}
 
 
 @pytest.mark.parametrize("recipe", command_line.recipe_names())

@@ -68,13 +68,3 @@ def test_a_warning_has_a_colour_on_a_terminal_unless_colours_are_off(
 
     assert terminal.getvalue() == expected
     assert pipe.getvalue() == "warning: look\n"
-
-
-def test_only_errors_are_printed_by_ranks_other_than_0():
-    stream = io.StringIO()
-    log = Log(1, stream=stream)
-
-    log.info("all is well")
-    log.error("it broke")
-
-    assert stream.getvalue() == "[rank 1] error: it broke\n"

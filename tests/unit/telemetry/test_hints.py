@@ -103,16 +103,6 @@ def test_a_hint_that_is_off_or_was_given_before_is_not_given(options):
     assert lines(given) == []
 
 
-def test_a_restarted_run_uses_the_steps_of_earlier_attempts():
-    given = made(lines=[step(n) for n in range(1, 350)])
-
-    given.step(step(349), {})  # shown again
-    for number in range(350, 401):
-        given.step(step(number), {"step": 1.0})
-
-    assert "flat-loss" in lines(given)[0]
-
-
 def test_only_a_part_of_the_steps_of_a_long_run_is_kept():
     given = made(total=100_000)
 
