@@ -47,8 +47,7 @@ most 5 modules."""
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 SHARED_NAMES = {
     "main": "the entry point of a command",
-    "train": "the training loop, and the library call that runs it",
-}
+    "train": "the training loop, and the library call that runs it"}
 """Names of several top-level functions, each with its one meaning."""
 
 

@@ -18,7 +18,7 @@ integers = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 def draws() -> list[float]:
     return [random.random(), random.gauss(), np.random.rand(), np.random.randn(),
-            torch.rand(()).item(), torch.randn(()).item()]  # fmt: skip
+            torch.rand(()).item(), torch.randn(()).item()]
 
 
 def test_a_key_is_a_fixed_number_of_64_bits():
@@ -83,8 +83,7 @@ def test_only_equal_states_have_equal_digests():
 @pytest.mark.parametrize("damage", [
     lambda state: state.pop("torch"), lambda state: state.update(torch=state["torch"][:-2]),
     lambda state: state["python"][1].pop(), lambda state: state.update(numpy=None),
-    lambda state: state.pop("devices"),
-])
+    lambda state: state.pop("devices")])
 def test_a_damaged_snapshot_is_refused(damage):
     state = rng.snapshot()
     damage(state)

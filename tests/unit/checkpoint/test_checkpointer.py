@@ -83,8 +83,7 @@ def test_buffers_are_copied_at_once_since_the_next_forward_moves_them(
 
 def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     subject: Subject, checkpoint: Checkpointer, gate: threading.Event,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint._config = schema.Checkpoint(on_error="continue")
     subject.state.progress.step = 1
     checkpoint.save("periodic")

@@ -35,8 +35,7 @@ def test_any_memory_layout_is_copied_right() -> None:
         "every other": torch.randn(2 * LARGE)[::2],
         "expanded": torch.randn(1).expand(LARGE),
         "scalar": torch.tensor(3.0),
-        "empty": torch.empty(0, 3),
-    }
+        "empty": torch.empty(0, 3)}
     snapshot = Snapshot()
     later = {tensor.data_ptr() for tensor in live.values()}
 

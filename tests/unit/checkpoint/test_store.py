@@ -23,8 +23,7 @@ from trainer.errors import CheckpointBusy, CheckpointDamaged, StaleAttempt
 
 FILES = {
     "model.safetensors": random.Random(1).randbytes(300),
-    "state.json": b'{"step": 3, "rng": ["0123", "4567"], "lr": 0.001}\n',
-}
+    "state.json": b'{"step": 3, "rng": ["0123", "4567"], "lr": 0.001}\n'}
 LARGE = random.Random(2).randbytes(3 << 20)
 
 
@@ -64,8 +63,7 @@ def test_what_is_written_is_read_back(store: Store) -> None:
     assert not skipped
     assert (found.step, found.generation, found.kind, found.run) == (7, 2, "best", "r")
     assert store.read(7, lambda path, on_chunk: (data := path.read_bytes(), on_chunk(data))[0]) == {
-        "whole": b"abc", "pieces": b"degh", "empty": b"", "array": LARGE,
-    }  # fmt: skip
+        "whole": b"abc", "pieces": b"degh", "empty": b"", "array": LARGE}
 
 
 def test_without_a_commit_nothing_remains(store: Store) -> None:
@@ -300,10 +298,8 @@ def test_a_reader_always_finds_a_valid_checkpoint_during_writes(store: Store) ->
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True
-    ).returncode == 0  # fmt: skip
-    if not mounted:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -353,7 +349,7 @@ def rival(folder: Path, step: int) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", RIVAL, *paths, str(folder), str(step)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         try:
@@ -398,8 +394,7 @@ def test_a_waiting_writer_gets_its_turn_if_the_first_one_dies(store: Store) -> N
     with (
         rival(store.folder, 5) as process,
         soon(process.kill),
-        store.stage(5, generation=0, wait_s=60) as stage,
-    ):
+        store.stage(5, generation=0, wait_s=60) as stage):
         stage.write("state", b"ours")
         stage.commit(kind="survivor")
 

@@ -54,8 +54,7 @@ class Tracer:
             Path(trainer.__file__).parent, folder / "trainer",
             ignore=lambda at, names: [
                 n for n in names if n == "__pycache__" or not (
-                    n.endswith(".py") or Path(at, n).is_dir())],
-        )  # fmt: skip
+                    n.endswith(".py") or Path(at, n).is_dir())])
         self._strace = strace
         subprocess.run(self._writer(folder / "warm-up", "1"), check=True)
 
@@ -68,7 +67,7 @@ class Tracer:
         # Isolated and without site: a quick start with few system calls before the save.
         site_packages = str(Path(xxhash.__file__).parents[1])
         return [sys.executable, "-I", "-S", "-c", WRITER, str(self._path), site_packages,
-                str(folder), what]  # fmt: skip
+                str(folder), what]
 
 
 @pytest.fixture(scope="module")

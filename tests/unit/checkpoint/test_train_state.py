@@ -19,7 +19,7 @@ from trainer.storage.layout import EMA, MODEL, OPTIMIZER
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,
-         width: int = 4) -> TrainState:  # fmt: skip
+         width: int = 4) -> TrainState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
     model = model.to(dtype)
@@ -165,16 +165,3 @@ def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_non
     assert all(torch.equal(t, tensors[MODEL][n]) for n, t in resumed.export_weights().items())
     with pytest.raises(CheckpointDamaged, match=r"do not contain 0\.weight"):
         resumed.ema.load({}, state.ema.state_dict())
-
-
-def test_a_save_while_the_average_is_in_place_holds_the_trained_weights():
-    state = with_average(train(make(), 1))
-    state.ema.update()
-    train(state, 1)
-    before, _ = saved(state)
-
-    with state.ema.exchanged():
-        during, _ = saved(state)
-
-    assert all(torch.equal(t, during[file][n]) for file in before for n, t in before[file].items())
-    assert not torch.equal(before[MODEL]["0.weight"], before[EMA]["0.weight"])

@@ -28,7 +28,7 @@ def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
     return Config(
         task=task, run=str(run), steps=12, device="cpu", world=WorldConfig(threads=1),
         batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Duration(4)),
-        checkpoint=Checkpoint(every=Duration(4), keep=9), **more)  # fmt: skip
+        checkpoint=Checkpoint(every=Duration(4), keep=9), **more)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,7 @@ BAD = {
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),
     "trace into a file": (["profile", "--to={file}"], "--to {file}: "),
     "no step to look at": (["profile", "--active=0"], "--active 0: use 1 or more"),
-    "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit"),
-}  # fmt: skip
+    "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit")}
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -92,8 +91,7 @@ def test_names_have_hyphens_or_underscores_and_run_is_an_alias_of_run_dir(tmp_pa
     ("0.5ep", Duration(0.5, "epochs"), 38), ("5%", Duration(5, "percent"), 19),
     ("off", Duration(0), 0), ("0", Duration(0), 0),
     ("0.001%", Duration(0.001, "percent"), 1), (" 3 ep ", Duration(3, "epochs"), 225),
-    ("100%", Duration(100, "percent"), 375),
-])  # fmt: skip
+    ("100%", Duration(100, "percent"), 375)])
 def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
     assert Duration.parse(text) == length
     assert length.steps(epoch=75, total=375) == steps
@@ -102,8 +100,7 @@ def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
 @pytest.mark.parametrize(("text", "message"), [
     ("", "is not a length; write 200 (steps), 1ep (epochs), 5% (of the run) or off"),
     ("-5", "is not a length"), ("1e3", "is not a length"), ("1epoch", "is not a length"),
-    ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run"),
-])
+    ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run")])
 def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
     with pytest.raises(ValueError, match=re.escape(f"{text!r} {message}")):
         Duration.parse(text)
@@ -113,8 +110,7 @@ def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
 @given(st.one_of(
     st.integers(0, 10**12).map(lambda n: Duration(float(n))),
     st.floats(0, 1e6, allow_subnormal=False).map(lambda x: Duration(x, "epochs")),
-    st.floats(0, 100).map(lambda x: Duration(x, "percent")),
-))
+    st.floats(0, 100).map(lambda x: Duration(x, "percent"))))
 def test_a_length_written_out_is_read_as_the_same(length):
     again = Duration.parse(str(length))
 
@@ -144,8 +140,7 @@ RUNS = [
         [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
         ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
         ["--task.inner.rate=None"], ["--task.weights", "a", "0.25"],
-        ["--task.places=one", "--task.places=two"])),
-]  # fmt: skip
+        ["--task.places=one", "--task.places=two"]))]
 
 
 @pytest.mark.parametrize("argv", RUNS, ids=lambda argv: " ".join(argv[:2]) or "default")
@@ -239,8 +234,7 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--schedule.name=constant", "--schedule.min-ratio=0"], "--schedule.min-ratio 0.0: "
      "--schedule.name constant doesn't use it, only cosine and linear"),
     (["--log.sinks=mine"], "--log.sinks mine: write module:Class."),
-    (["--log.hints-off=flat-los"], "--log.hints-off flat-los: there is no such hint; did you"),
-])  # fmt: skip
+    (["--log.hints-off=flat-los"], "--log.hints-off flat-los: there is no such hint; did you")])
 def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     found = refusal(*argv)
 
@@ -261,7 +255,7 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
-])  # fmt: skip
+])
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, message):
     path = recipe(tmp_path, text)
 
@@ -286,8 +280,7 @@ def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
     (["--task.shares", "a", "1", "b", "2"], {"shares": {"a": 1.0, "b": 2.0}}),
     (["--task.wide", "--task.no-deep"], {"wide": True, "deep": False}),
     (["--task.no-wide", "--task.deep=off"], {"wide": False, "deep": False}),
-    (["--task.wide=on"], {"wide": True}),
-])  # fmt: skip
+    (["--task.wide=on"], {"wide": True})])
 def test_several_values_replace_the_default_and_a_boolean_is_a_switch(argv, expected):
     task = command_line.parse_config([KINDS, *argv]).task
 
@@ -368,8 +361,7 @@ def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
     (lambda: Optim(lr="0.1"), "--optim.lr '0.1': expected FLOAT."),
     (lambda: Batch(global_size=64.0), "--batch.global-size 64.0: expected INT."),
     (lambda: Config(freeze="*"), "--freeze '*': expected STR …."),
-    (lambda: Config(optim={"lr": 1}), "--optim {'lr': 1}: expected Optim."),
-])  # fmt: skip
+    (lambda: Config(optim={"lr": 1}), "--optim {'lr': 1}: expected Optim.")])
 def test_a_value_of_another_type_is_refused_where_it_is_given_in_python(make, message):
     with pytest.raises(ConfigError) as caught:
         make()
@@ -391,19 +383,3 @@ def test_a_warm_up_longer_than_the_run_is_reported():
     assert startup_warnings(config, {}, warmup=12, total=12) == []
     (line,) = startup_warnings(config, {}, warmup=12, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in line
-
-
-@dataclasses.dataclass(frozen=True)
-class Bare:
-    """A task without fields."""
-
-    model = dataset = loss = print
-
-
-def test_a_task_needs_no_fields(tmp_path):
-    config = command_line.parse_config([f"--task={__name__}:Bare", "--steps=3"])
-    written = tmp_path / "config.toml"
-    written.write_text(command_line.to_toml(config))
-
-    assert isinstance(config.task, Bare)
-    assert command_line.load(written).task == config.task

@@ -14,7 +14,7 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
-                        "device": "cpu", "torch": "2.11.0"}  # fmt: skip
+                        "device": "cpu", "torch": "2.11.0"}
 
 BASE = ["--steps=10", "--schedule.name=linear"]
 
@@ -32,8 +32,7 @@ CHANGES = {
     "precision.channels_last": "off", "parallel.sync_bn": "off", "optim.betas": "0.5 0.6",
     "parallel.reduction": "canonical", "checkpoint.on_error": "stop", "data.on_error": "skip",
     "log.level": "debug", "eval.best": "val_loss:min", "nonfinite.spike_z": "3",
-    "clip.value": "1",
-}  # fmt: skip
+    "clip.value": "1"}
 """Another value than in `BASE`, for each setting for which none can be derived."""
 
 
@@ -96,8 +95,7 @@ def test_accepting_one_change_accepts_no_other():
     ("world_size", 3, "world size was 2 and is 3"),
     ("threads", 4, "threads was 1 and is 4"),
     ("device", "NVIDIA H100", "device was cpu and is NVIDIA H100"),
-    ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
-])
+    ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1")])
 def test_changed_circumstances_are_reported_and_not_exact(key, value, line):
     verdict = compare_settings(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 

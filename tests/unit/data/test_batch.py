@@ -36,8 +36,7 @@ NESTINGS = [
     lambda t: UserDict(x=t),
     lambda t: Pair(t, {"y": t + 1}),
     lambda t: Record(t, Pair(t, t + 1)),
-    lambda t: {"a": Record(t, t), "b": (Pair(t, [t]),)},
-]
+    lambda t: {"a": Record(t, t), "b": (Pair(t, [t]),)}]
 
 
 @pytest.mark.parametrize("make", NESTINGS)
@@ -71,8 +70,7 @@ def test_numbers_become_tensors_and_strings_a_list():
     ([{"ids": [1, 2]}, {"ids": [1]}], "different lengths, such as 1 and 2, .* collate"),
     ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), .* collate"),
     ([(1, None), (1, None)], "found <class 'NoneType'>"),
-    ([np.array([1, "a"], object)] * 2, "numpy.object_"),
-])  # fmt: skip
+    ([np.array([1, "a"], object)] * 2, "numpy.object_")])
 def test_unstackable_samples_are_refused_with_the_reason(samples, message):
     with pytest.raises((ValueError, TypeError), match=message):
         batch.collate(samples)
@@ -82,8 +80,7 @@ def test_unstackable_samples_are_refused_with_the_reason(samples, message):
     ({"names": ["a", "b"]}, lambda e: e["names"]),
     ((torch.ones(2), ["a", "b"]), lambda e: e[1]),
     (Pair(torch.ones(2), ["a", "b"]), lambda e: e.y),
-    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0]),
-])
+    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0])])
 def test_lists_of_strings_are_emptied_too(full, read):
     assert read(batch.empty(full)) == []
 

@@ -133,8 +133,7 @@ class Odd:
                                       torch.full((SMALL,), 1 << 40)]),
             "large": torch.full((SMALL,), float(index)),
             "shared": SHARED,
-            "text": "a text",
-        }
+            "text": "a text"}
 
     def __len__(self) -> int:
         return 3

@@ -108,8 +108,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
 
 @pytest.mark.parametrize("join", [
     lambda one, other: ConcatDataset([one, other]), lambda one, other: StackDataset(one, other),
-    lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)])),
-])  # fmt: skip
+    lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)]))])
 def test_combined_data_sets_get_set_epoch(join):
     one, other = Plain(), Plain()
 
@@ -242,8 +241,7 @@ WHOLE = points(0)
     (Subset(WHOLE, range(250)), Subset(WHOLE, range(200, 300)), 50),
     (Subset(points(0), range(200)), Subset(points(0), range(200)), 0),  # of two data sets
     (points(0), points(1), 0), (points(0), points(0), 300), (points(0), points(0, 9), 0),
-    (points(0), None, 0),
-])  # fmt: skip
+    (points(0), None, 0)])
 def test_validation_samples_among_the_training_samples_are_counted(train, validation, shared):
     assert shared_samples(train, validation).startswith(f"{shared} of" if shared else "")
     assert bool(shared_samples(train, validation)) == bool(shared)

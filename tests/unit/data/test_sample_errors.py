@@ -59,8 +59,7 @@ READERS = {
     "at once": lambda: reader(BadAtOnce),
     "collated": lambda: reader(Bad, set(), collate=fussy),
     "at once and collated": lambda: reader(BadAtOnce, set(), collate=fussy),
-    "unreadable and collated": lambda: reader(Bad, {3, 20}, collate=fussy),
-}
+    "unreadable and collated": lambda: reader(Bad, {3, 20}, collate=fussy)}
 
 
 # --- the replacement
@@ -116,8 +115,7 @@ def test_if_all_replacements_are_bad_the_first_error_is_raised():
     RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left "
                  "on device (28)"),
     OSError(errno.EMFILE, "Too many open files"),
-    MemoryError(),
-])  # fmt: skip
+    MemoryError()])
 def test_a_resource_shortage_is_not_blamed_on_the_sample(error):
     def collate(samples: list[Any]) -> Any:
         raise error
@@ -152,8 +150,7 @@ def test_samples_that_fail_only_together_are_all_named(skip):
 
 @pytest.mark.parametrize(("kind", "collate", "doing"), [
     (Bad, batches.collate, "reading sample 7 "), (BadAtOnce, batches.collate, "reading sample 7 "),
-    (Bad, fussy, "collating sample 7 "),
-])  # fmt: skip
+    (Bad, fussy, "collating sample 7 ")])
 def test_the_one_that_is_bad_is_named_among_many(kind, collate, doing):
     bad = {7} if collate is batches.collate else set()
 

@@ -108,14 +108,12 @@ class Rank:
 
     def __init__(
         self, dataset: IterableDataset, rank: int = 0, size: int = 1, *, workers: int = 0,
-        step: int = 0, gather=None,
-    ) -> None:  # fmt: skip
+        step: int = 0, gather=None) -> None:
         self.step = step
         self.stream = StreamReader(
             StreamSpec(dataset=dataset, lanes=4, micro_size=2, seed=3),
             rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
-            step=lambda: self.step, gather=gather or (lambda mine: [mine]),
-        )  # fmt: skip
+            step=lambda: self.step, gather=gather or (lambda mine: [mine]))
 
     def window(self) -> dict[int, list[int]]:
         """Make a step; returns lane → samples."""
@@ -206,8 +204,7 @@ def test_a_position_with_another_lane_layout_is_refused():
 @pytest.mark.parametrize(("dataset", "message"), [
     (Broken(), r"reading sample 5 of lane 0 of epoch 0 .* OSError: no such shard"),
     (Broken(state={"a": [{1: 2}]}), r"the state_dict of .* the key 1, which is not a string"),
-    (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON"),
-])  # fmt: skip
+    (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON")])
 def test_an_error_names_the_sample_and_the_lane(dataset, message):
     run = Rank(dataset)
 

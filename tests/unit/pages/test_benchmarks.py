@@ -12,8 +12,8 @@ import pytest
 from unread import ended
 
 import benchmarks
-from benchmarks import claims, reporting
 from benchmarks import goodput_model as model
+from benchmarks import reporting
 from benchmarks.goodput import standing
 from trainer.telemetry.std_streams import EXIT_PIPE
 
@@ -83,12 +83,6 @@ def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals(
     assert model.kept(COSTS, 61) == 0
     assert model.kept(slow, 69) == 0  # begun at 60, durable at 70
     assert model.kept(slow, 71) == 60
-
-
-def test_a_difference_needs_its_quartiles_on_one_side() -> None:
-    assert claims.verdict({"q1": 1.01, "q3": 1.2}) == "faster"
-    assert claims.verdict({"q1": 0.9, "q3": 1.2}) == "no difference"
-    assert claims.verdict({"q1": 0.8, "q3": 0.9}) == "slower"
 
 
 def test_time_that_two_deaths_share_counts_once() -> None:

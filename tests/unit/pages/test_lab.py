@@ -31,11 +31,3 @@ def test_the_table_on_the_page_has_a_row_for_each_step():
 
     assert head.startswith("| step | test | validation |")
     assert [row.split("|")[1].strip() for row in rows] == NAMES
-
-
-def test_a_clip_value_is_chosen_that_clips_fewer_than_a_twentieth():
-    norms = [0.8] * 90 + [1.5] * 6 + [3.0] * 4
-
-    assert lab.choose(norms) == 2.0
-    assert (lab.share(norms, 1.0), lab.share(norms, 5.0)) == (0.1, 0.0)
-    assert lab.percentiles(norms)[50] == 0.8

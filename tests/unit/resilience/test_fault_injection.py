@@ -51,8 +51,7 @@ def test_parts_stand_in_any_order():
     ("kill:step", "step= is not a number"), ("kill:rank=1.5", "rank=1.5 is not a number"),
     ("kill:rank=-1", "rank=-1 is not a number from 0 on"),
     ("kill:step=0", "steps count from 1"),
-    ("kill:seconds=3", "no part 'seconds=3'; there are rank"),
-])
+    ("kill:seconds=3", "no part 'seconds=3'; there are rank")])
 def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
     with pytest.raises(ConfigError) as caught:
         parse(text)
@@ -62,8 +61,7 @@ def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
 
 @pytest.mark.parametrize(("text", "told"), [
     ("kill:rank=2", "there is no rank 2; the last one is 1"),
-    ("kill:step=11", "the run ends with step 10"),
-])
+    ("kill:step=11", "the run ends with step 10")])
 def test_a_fault_whose_place_is_not_in_the_run_is_refused(text, told):
     with pytest.raises(ConfigError) as caught:
         fault_injection.refuse_unreachable([parse(text)], ranks=2, total=10)
@@ -90,8 +88,7 @@ def test_what_has_not_happened_is_told_of_this_rank_only(tmp_path):
     ("raise:step=7:phase=backward", {"step": 7}, False),
     ("raise:rank=1", {"rank": 1}, True), ("raise:rank=1", {}, False),
     ("raise:epoch=2", {"epoch": 2}, True), ("raise:epoch=2", {"epoch": 1}, False),
-    ("raise:attempt=1", {"attempt": 1}, True), ("raise:attempt=1", {}, False),
-])
+    ("raise:attempt=1", {"attempt": 1}, True), ("raise:attempt=1", {}, False)])
 def test_a_fault_fires_at_its_place_only(text, place, fired):
     armed = arm(None, "raise:step=99", text, rank=place.pop("rank", 0),
                 attempt=place.pop("attempt", 0))
@@ -100,8 +97,7 @@ def test_a_fault_fires_at_its_place_only(text, place, fired):
 
 
 @pytest.mark.parametrize(("texts", "times"), [
-    (["raise:step=3"], 1), (["raise:step=3", "raise:step=3"], 2), (["raise:always"], 6),
-])
+    (["raise:step=3"], 1), (["raise:step=3", "raise:step=3"], 2), (["raise:always"], 6)])
 def test_a_fault_fires_once_also_across_restarts_unless_it_says_always(tmp_path, texts, times):
     fired = 0
     for attempt in range(3):

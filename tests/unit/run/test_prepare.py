@@ -95,8 +95,7 @@ def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
 @pytest.mark.parametrize(("figures", "told"), [
     (None, "returned None; return a dict of name: function"), (["f1"], r"returned \['f1'\]"),
     ({"f1": 0.5}, "returned {'f1': 0.5}"),
-    ({"loss": lambda means, table: 0.5}, "has 'loss', but val_loss is reserved"),
-])  # fmt: skip
+    ({"loss": lambda means, table: 0.5}, "has 'loss', but val_loss is reserved")])
 def test_figures_that_are_none_are_refused_before_anything_starts(figures, told):
     class Judged(Made):
         def figures(self) -> Any:
@@ -133,8 +132,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "dataclasses": (lambda i: Pair(i, "x"), lambda i: Pair(i, "y")),
     "sets": (lambda i: {"a", "b"}, lambda i: {"a", "c"}),
     "bfloat16": (lambda i: torch.tensor(i).bfloat16(), lambda i: torch.tensor(i + 1).bfloat16()),
-    "sparse": (lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse()),
-}
+    "sparse": (lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse())}
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -218,8 +216,7 @@ class Extra(nn.Linear):
     (lambda: nn.Linear(2, 1, device="meta"), r"weight has no values yet"),
     (lambda: Sparse(), r"grid is sparse, and a checkpoint cannot hold it"),
     (lambda: Converting(2, 1), r"state_dict omits bias, which is trainable"),
-    (lambda: Half(2, 1), r"'weight' of the model's state_dict is a new tensor"),
-])  # fmt: skip
+    (lambda: Half(2, 1), r"'weight' of the model's state_dict is a new tensor")])
 def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
     with pytest.raises(ConfigError, match=rf"--task: .*{told}"):
         prepared(Made(net=net))
@@ -255,8 +252,7 @@ def test_sums_that_are_the_same_for_any_number_of_ranks_are_refused_on_mps():
     ({"total": torch.ones((), dtype=torch.complex64)}, "Outcome.total is () torch.complex64"),
     ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; use (sum, count)"),
     ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
-    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
-])  # fmt: skip
+    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32")])
 def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
     with pytest.raises(ConfigError) as error:
         check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))

@@ -20,8 +20,7 @@ def test_a_file_is_read_and_hashed_in_one_pass(tmp_path: Path) -> None:
         "weight": torch.randn(700, 600, generator=generator),  # more than one chunk
         "mask": torch.tensor([True, False, True]),  # what follows isn't aligned
         "count": torch.tensor(7), "empty": torch.empty(0, 3),
-        "half": torch.randn(4, 5, generator=generator).bfloat16().t(),
-    }  # fmt: skip
+        "half": torch.randn(4, 5, generator=generator).bfloat16().t()}
     path, hasher = tmp_path / "model.safetensors", xxhash.xxh3_128()
     path.write_bytes(b"".join(bytes(memoryview(part).cast("B") if len(part) else b"")
                               for part in serialize(tensors)))

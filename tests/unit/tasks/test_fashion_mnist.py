@@ -145,8 +145,7 @@ def test_a_damaged_file_is_an_error_that_names_it(kind, tmp_path):
 @pytest.mark.parametrize(("name", "array", "why"), [
     (FILES[1], np.zeros(19, np.uint8), r"\(19,\)"),
     (FILES[1], np.full(20, 10, np.uint8), "a label is 10"),
-    (FILES[2], np.zeros((10, 32, 32), np.uint8), r"\(10, 32, 32\)"),
-])
+    (FILES[2], np.zeros((10, 32, 32), np.uint8), r"\(10, 32, 32\)")])
 def test_files_that_do_not_fit_together_are_an_error(name, array, why, tmp_path):
     write(tmp_path, {**contents(), name: idx(array)})
 

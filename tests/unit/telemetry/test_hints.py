@@ -58,8 +58,7 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
                               (5, 0.07, 0.13)]), ""),
     (hints.check_overfitting([(1, 1, 0.5), (2, 1, 0.8), (3, 1, 0.9), (4, 1.2, 0.9)]), ""),
     (hints.check_constant_rate([1e-3] * 60), "has been 0.001 at each step"),
-    (hints.check_constant_rate([1e-3] * 60 + [9e-4]), ""),
-])  # fmt: skip
+    (hints.check_constant_rate([1e-3] * 60 + [9e-4]), "")])
 def test_a_check_returns_the_evidence_or_nothing(why, expected):
     assert expected in why if expected else why == ""
 

@@ -72,8 +72,7 @@ def recorded(tmp_path: Path) -> tuple[Path, CheckpointRef]:
 @pytest.mark.parametrize(("there", "unshown"), [
     (text(1, 30), []), (text(1, 25), []), (text(1, 23), [24, 25]),
     (text(1, 23) + text(24, 24)[:-9], [24, 25]), (text(1, 20), [21, 22, 23, 24, 25]),
-    (text(1, 25) + b"\0" * 40, []),
-])  # fmt: skip
+    (text(1, 25) + b"\0" * 40, [])])
 def test_a_record_is_cut_at_the_position_and_nothing_before_it_is_read_or_written(
         recorded: tuple[Path, CheckpointRef], there: bytes, unshown: list[int]) -> None:
     path, found = recorded
@@ -92,8 +91,7 @@ def test_a_record_is_cut_at_the_position_and_nothing_before_it_is_read_or_writte
 
 @pytest.mark.parametrize("there", [
     text(1, 30).replace(b'"step": 3,', b'"step": 3, "more": 1,'), text(1, 10) + text(12, 30),
-    b"\n" + text(1, 30), text(1, 30)[:-1].replace(b"0.", b"1.") + b"\n",
-])  # fmt: skip
+    b"\n" + text(1, 30), text(1, 30)[:-1].replace(b"0.", b"1.") + b"\n"])
 def test_a_record_that_does_not_fit_the_checkpoint_is_merged_with_it(
         recorded: tuple[Path, CheckpointRef], there: bytes) -> None:
     path, found = recorded

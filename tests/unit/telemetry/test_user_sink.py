@@ -39,8 +39,7 @@ class Notes:
 @pytest.mark.parametrize(("fails", "calls", "output"), [
     ("", ["step", "validation", "finish", "close"], ""),
     ("validation", ["step", "validation"], 'raise RuntimeError("the disk of notes is full")'),
-    ("make", [], "RuntimeError: no notes in run"),
-])
+    ("make", [], "RuntimeError: no notes in run")])
 def test_a_sink_receives_copies_until_it_raises_which_is_reported_once(fails, calls, output):
     log, notes, line = io.StringIO(), Notes(fails), {"step": 1, "loss": 0.5}
 
