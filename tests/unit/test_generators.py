@@ -61,8 +61,6 @@ def test_keys_determine_the_draws_of_a_generator(kind):
 
 
 @pytest.mark.parametrize("nest", [
-    lambda g: Draws(g),
-    lambda g: Subset(Draws(g), [0]),
     lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
     lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
     lambda g: Draws(functools.partial(max, 1, key=g)),

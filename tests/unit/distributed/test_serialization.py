@@ -36,13 +36,6 @@ def test_tensors_of_another_layout_are_refused(other: list[torch.Tensor]) -> Non
         serialization.unpack(serialization.pack([torch.ones(2, 3)]), other)
 
 
-def test_buckets_keep_the_order_and_the_limit() -> None:
-    tensors = [torch.zeros(n, dtype=torch.uint8) for n in (4, 4, 1, 30, 2, 8, 1)]
-    found = [[tensor.numel() for tensor in bucket]
-             for bucket in serialization.buckets(tensors, limit=10)]
-    assert found == [[4, 4, 1], [30], [2, 8], [1]]
-
-
 def _random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if dtype == torch.bool:
         return torch.rand(shape) > 0.5

@@ -57,14 +57,6 @@ def test_the_sample_is_stratified_and_small_and_its_licence_lies_beside_it():
     assert "Zalando SE" in (PACKAGED / "fashion_mnist_sample_LICENSE.txt").read_text()
 
 
-def test_the_sample_is_read_once_and_nobody_can_change_it():
-    sample = fashion_mnist.read_sample()
-
-    assert fashion_mnist.read_sample() is sample
-    with pytest.raises(ValueError, match="read-only"):
-        sample.train_images[0, 0, 0] = 1
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", [".", "FashionMNIST/raw"])
 def test_the_files_are_found_compressed_or_not_in_either_layout(layout, packed, tmp_path):

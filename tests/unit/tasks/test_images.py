@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainer.config.command_line import parse_config
 from trainer.errors import ConfigError
 from trainer.tasks.fashion_mnist import FILES
 from trainer.tasks.images import Images
@@ -115,10 +114,6 @@ def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
     assert len({plain} | changed | split) == 8
     assert tiny(tmp_path / "b").fingerprint() == plain
     assert tiny(tmp_path / "a", seed=0, augment="none").fingerprint() == plain
-
-
-def test_the_flag_of_the_model_is_model():
-    assert parse_config(["--task.model", "resnet18"]).task.architecture == "resnet18"
 
 
 def test_a_torchvision_model_takes_grey_images_and_keeps_its_names():
