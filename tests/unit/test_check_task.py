@@ -94,8 +94,6 @@ def problems(task: Any, **arguments: Any) -> str:
     return str(caught.value)
 
 
-# --- good tasks
-
 @pytest.mark.parametrize("task", [
     Good(), Images(), Images(norm="group", augment="flip+crop", dropout=0.1), Tokens(),
     Tape(norm="batch", dropout=0.2, validation=3), with_data(Stream),
@@ -103,7 +101,7 @@ def problems(task: Any, **arguments: Any) -> str:
     # Its vectors move without samples.
     with_loss(summed, lambda: nn.utils.spectral_norm(nn.Linear(3, 1))),
     with_loss(summed, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1))),
-], ids=lambda task: type(task).__name__)  # fmt: skip
+], ids=lambda task: type(task).__name__)
 def test_a_correct_task_passes(task):
     check_task(task)
 
@@ -141,8 +139,6 @@ def test_cached_data_and_values_of_the_last_batch_are_no_state():
 
     check_task(Cached())
 
-
-# --- broken data
 
 class Counting(Points):
     reads = 0
@@ -203,21 +199,17 @@ class Moving(IterableDataset):
     (with_data(Failing, "test"), 'reading dataset("test") raised SampleError'),
     (with_data(lambda: None), 'dataset("train") has no samples'),
     (with_data(lambda: Points(0)), 'dataset("train") has no samples'),
-    (with_data(Moving), "returns different samples in a second iteration"),
-])  # fmt: skip
+    (with_data(Moving), "returns different samples in a second iteration")])
 def test_broken_data_are_the_only_problem_found(task, problem):
     found = problems(task)
 
     assert problem in found
     assert "a problem" in found
 
-# --- broken losses
 
 @pytest.mark.parametrize(("loss", "problem"), [
     (lambda m, b: Outcome(squares(m, b).sum() * math.nan, len(b[0])), "must be finite"),
     (lambda m, b: Outcome(squares(m, b).sum().detach(), len(b[0])), "has no graph"),
-    (lambda m, b: Outcome(squares(m, b), len(b[0])), "Outcome.total is (4,)"),
-    (lambda m, b: squares(m, b).sum(), "the task's loss returned Tensor"),
     (lambda m, b: Outcome(squares(m, b).sum(), 0), "Outcome.count of 4 samples is 0.0"),
     (lambda m, b: {}["no"], "checking the loss raised KeyError: 'no'"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (squares(m, b).sum(), 1)}),
@@ -230,8 +222,7 @@ def test_broken_data_are_the_only_problem_found(task, problem):
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (len(b[0]) and 3, len(b[0]))}),
      "the sum of 'e' of 4 samples is 3"),
     (lambda m, b: Outcome(squares(m, (b[0][[0]], b[1][[0]])).sum(), len(b[0])),
-     "loss of a micro-batch of 0 samples raised IndexError"),
-])  # fmt: skip
+     "loss of a micro-batch of 0 samples raised IndexError")])
 def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
     assert problem in problems(with_loss(loss))
 
@@ -279,8 +270,6 @@ def test_all_problems_are_reported_together():
     assert "return the sum over the samples, not a mean" in found
 
 
-# --- hidden state
-
 class Hiding(nn.Linear):
     """Has hidden state, in one of several places, that the training forward changes."""
 
@@ -314,8 +303,7 @@ class Hiding(nn.Linear):
 
 @pytest.mark.parametrize(("place", "path"), [
     ("number", "number"), ("mean", "mean"), ("holder", "holder.deep.0"),
-    ("history", "history."), ("passing", "passing"),
-])  # fmt: skip
+    ("history", "history."), ("passing", "passing")])
 def test_state_outside_parameters_and_buffers_is_found(place, path):
     class Broken(Good):
         def model(self) -> nn.Module:

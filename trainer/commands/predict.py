@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from trainer.telemetry.events import writable
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
+REMEDY = "choose a file that can be written"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
     options, overrides = command_line.split(parser, argv)
-    if options.out is not None and options.out.suffix not in KINDS:
-        raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
+    if options.out is not None:
+        _check_path(options.out)
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
@@ -45,11 +47,23 @@ def main(argv: Sequence[str]) -> int:
     out = options.out or options.run / "predictions" / name
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
     encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
-    with config_error_on_write(f"--out {out}", "choose a file that can be written"):
+    with config_error_on_write(f"--out {out}", REMEDY):
         out.parent.mkdir(parents=True, exist_ok=True)
         files.replace_bytes(out, encoded)
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0
+
+
+def _check_path(out: Path) -> None:
+    """Check that the file can be written, before anything is computed. Creates its folder."""
+    if out.suffix not in KINDS:
+        raise ConfigError(f"--out {out}: the name must end with {' or '.join(KINDS)}.")
+    with config_error_on_write(f"--out {out}", REMEDY):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise IsADirectoryError("this is a folder")
+        if not os.access(out.parent, os.W_OK):
+            raise PermissionError(f"{out.parent} can't be written to")
 
 
 def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:

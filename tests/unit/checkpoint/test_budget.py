@@ -23,8 +23,7 @@ def state() -> TrainState:
         model=model, optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(step=25),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=2, parts={},
-    )  # fmt: skip
+        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=2, parts={})
 
 
 def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) -> Store:
@@ -48,10 +47,9 @@ def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) 
     (15, 40.0, 10, 0.0, True),  # a whole interval would be lost
     (20, 40.0, 0, 0.0, True),
     (20, None, 10, 0.0, True),  # unknown speed of a save
-])  # fmt: skip
+])
 def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
-    tmp_path, state, step, seconds, interval, spent_s, begun
-):
+        tmp_path, state, step, seconds, interval, spent_s, begun):
     store = saved(tmp_path, step, seconds=seconds)
 
     why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0,

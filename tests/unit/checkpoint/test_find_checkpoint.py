@@ -58,8 +58,7 @@ def test_each_checkpoint_with_a_damaged_manifest_is_named(store: Store, world: W
 
 
 def test_a_damaged_checkpoint_of_a_later_generation_is_abandoned(
-    store: Store, world: World
-) -> None:
+        store: Store, world: World) -> None:
     save(store, 5)
     (save(store, 13, generation=1) / STATE).write_bytes(b"")
 

@@ -26,8 +26,7 @@ def same(model: nn.Module, other: nn.Module, names: list[str] | None = None) -> 
     lambda s: {"model": s, "epoch": 3},
     lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}},
     lambda s: {"model_state_dict": {f"_orig_mod.module.{n}": t for n, t in s.items()}},
-    lambda s: {"model": {"state_dict": {f"module._orig_mod.{n}": t for n, t in s.items()}}},
-])  # fmt: skip
+    lambda s: {"model": {"state_dict": {f"module._orig_mod.{n}": t for n, t in s.items()}}}])
 def test_a_torch_checkpoint_is_read_whatever_it_is_wrapped_in(tmp_path, wrap):
     source, model = net(seed=1), net()
     torch.save(wrap(dict(source.state_dict())), tmp_path / "old.pt")
@@ -78,8 +77,7 @@ def test_names_and_sizes_that_do_not_fit_are_refused_unless_allowed(tmp_path):
 
     # Another width is in a later layer's second dimension: no head.
     save_file(net(width=8, seed=1).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(
-            ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
+    with pytest.raises(ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
         load_initial_weights(net(), tmp_path, strict=True)
 
 

@@ -54,8 +54,7 @@ class Tracer:
             Path(trainer.__file__).parent, folder / "trainer",
             ignore=lambda at, names: [
                 n for n in names if n == "__pycache__" or not (
-                    n.endswith(".py") or Path(at, n).is_dir())],
-        )  # fmt: skip
+                    n.endswith(".py") or Path(at, n).is_dir())])
         self._strace = strace
         subprocess.run(self._writer(folder / "warm-up", "1"), check=True)
 
@@ -68,7 +67,7 @@ class Tracer:
         # Isolated and without site: a quick start with few system calls before the save.
         site_packages = str(Path(xxhash.__file__).parents[1])
         return [sys.executable, "-I", "-S", "-c", WRITER, str(self._path), site_packages,
-                str(folder), what]  # fmt: skip
+                str(folder), what]
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +157,7 @@ def assert_old_then_new(killed: Iterator[tuple[str, Path]], step: int) -> None:
 
 @pytest.mark.parametrize("older", [1, 2])
 def test_a_save_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, tracer: Tracer, older: int
-) -> None:
+        tmp_path: Path, tracer: Tracer, older: int) -> None:
     before = tmp_path / "before"
     save(Store(before), older, OLD)
 
@@ -170,8 +168,7 @@ def test_a_save_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
 
 @pytest.mark.parametrize("new_is", ["missing", "damaged"])
 def test_cleaning_up_after_a_killed_save_can_be_killed_as_well(
-    tmp_path: Path, tracer: Tracer, new_is: str
-) -> None:
+        tmp_path: Path, tracer: Tracer, new_is: str) -> None:
     before = tmp_path / "before"
     store = Store(before)
     save(store, 2, OLD)
@@ -190,8 +187,7 @@ def test_cleaning_up_after_a_killed_save_can_be_killed_as_well(
 
 
 def test_everything_is_durable_before_the_rename_that_publishes_it(
-    tmp_path: Path, tracer: Tracer
-) -> None:
+        tmp_path: Path, tracer: Tracer) -> None:
     log, folder = tmp_path / "log", tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
 

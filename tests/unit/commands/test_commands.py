@@ -12,24 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from runs import metrics, validations
-from safetensors.torch import load, load_file, save
+from runs import validations
+from safetensors.torch import load_file
 from small_task import Net, Small, samples
 
 from trainer import Config
 from trainer.__main__ import main
 from trainer.commands.library import _process_settings_restored, train
-from trainer.commands.predict import _lines, _named, _stacked
+from trainer.commands.predict import _lines
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
-from trainer.errors import ConfigError
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
     return Config(
         task=task, run=str(run), steps=12, device="cpu", world=WorldConfig(threads=1),
         batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Duration(4)),
-        checkpoint=Checkpoint(every=Duration(4), keep=9), **more)  # fmt: skip
+        checkpoint=Checkpoint(every=Duration(4), keep=9), **more)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,6 @@ def evaluated(capsys, *arguments: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-# --- evaluate
-
 def test_an_evaluation_equals_what_the_run_logged_for_that_step(run, capsys):
     before = content(run)
     lines = {line["step"]: line for line in validations(run)}
@@ -80,14 +77,6 @@ def test_the_best_weights_give_the_test_metrics_of_the_run(run, tmp_path, capsys
     assert found["step"] == summary["best"]["step"]
     assert found["test"] == summary["test"]
     assert evaluated(capsys, str(slim))["test"] == found["test"]
-
-
-def test_an_evaluation_is_printed_as_text(run, capsys):
-    assert main(["evaluate", str(run), "--checkpoint", "12"]) == 0
-
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "step 12, the average of the weights"
-    assert f"validation loss {metrics(run)[-1]['val_loss']}" in lines
 
 
 def test_a_flag_overrides_the_configuration_of_the_run(run, capsys):
@@ -125,22 +114,18 @@ BAD = {
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
     "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name must end"),
     "out in a file": (["predict", "{run}", "--out={file}/p.jsonl"], "--out"),
-    "out is a folder": (["predict", "{run}", "--out={folder}"], "Is a directory"),
+    "out is a folder": (["predict", "{run}", "--out={folder}"], "this is a folder"),
     "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
                                 "--tolerance nan: use 0 or more"),
-    "an empty folder": (["export", "{run}", "--to", ""], "--to '': the value is empty; give one"),
     "an empty name": (["report", "{run}", "--out="], "--out '': the value is empty; give one"),
     "a misspelt flag": (["evaluate", "{run}", "--chekpoint=last"], "--chekpoint: there is no such "
                         "flag; did you mean --checkpoint?"),
-    "plot in no folder": (["lr-find", "--plot={out}/p.png"], "--plot {out}/p.png: [Errno 2] No"),
     "plot of no kind": (["lr-find", "--plot={out}.txt"], "is not supported"),
-    "plot is a folder": (["lr-find", "--plot={folder}.png"], "Is a directory: "),
     "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),
     "trace into a file": (["profile", "--to={file}"], "--to {file}: "),
     "no step to look at": (["profile", "--active=0"], "--active 0: use 1 or more"),
-    "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit"),
-}  # fmt: skip
+    "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit")}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -151,7 +136,6 @@ def test_a_wrong_argument_is_one_error_with_exit_code_2(run, tmp_path, capsys, w
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     (file := tmp_path / "file").touch()
     (folder := tmp_path / "folder.jsonl").mkdir()
-    (tmp_path / "folder.jsonl.png").mkdir()
     names = {"run": run, "damaged": damaged, "out": tmp_path / "out", "file": file,
              "folder": folder}
 
@@ -197,17 +181,6 @@ def test_a_damaged_final_model_cannot_be_compared(run, tmp_path, capsys):
     assert f"can't compare: {damaged}/model.safetensors: " in capsys.readouterr().out
 
 
-def test_the_summary_has_the_memory_use(run):
-    needed = json.loads((run / "summary.json").read_text())["memory"]
-
-    assert needed["parameters_mb"] == round(4 * 195 / 2**20, 3)
-    assert needed["optimizer_mb"] == round((8 * 195 + 4 * 6) / 2**20, 3)  # a count for each tensor
-    assert needed["activations_mb"] is None  # known on CUDA
-    assert needed["peak_mb"] > 50
-
-
-# --- predict
-
 def of_the_run(run: Path, step: int) -> Net:
     """Return the model as a script would build it: averaged parameters, and buffers."""
     model = Net().eval()
@@ -248,26 +221,9 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
 def test_lines_are_valid_json_with_nonfinite_numbers():
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
 
-    first, second = map(json.loads, _lines([{"output": values}]))
+    assert [json.loads(line)["output"] for line in _lines([{"output": values}])] == [
+        [1.0, None], [None, 2.0]]
 
-    assert first == {"index": 0, "output": [1.0, None]}
-    assert second == {"index": 1, "output": [None, 2.0]}
-
-
-def test_an_output_named_index_is_refused():
-    with pytest.raises(ConfigError, match="an output is named index"):
-        _named({"index": torch.zeros(2)}, 2)
-
-
-def test_noncontiguous_predictions_are_written():
-    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-
-    found = load(save(_stacked([{"output": images}, {"output": images}])))
-
-    assert torch.equal(found["output"], torch.cat([images, images]))
-
-
-# --- export
 
 def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, capsys):
     code = main(["export", str(run), f"--to={tmp_path}", "--format=safetensors",

@@ -17,14 +17,14 @@ from trainer.commands.report.plots import shorten_waiting
 Event = dict[str, Any]
 
 
-def event(time: float, attempt: int, name: str, *, rank: int = 0, step: int = 0, **more: Any
-          ) -> Event:  # fmt: skip
+def event(time: float, attempt: int, name: str, *, rank: int = 0, step: int = 0,
+          **more: Any) -> Event:
     return {"time": time, "attempt": attempt, "rank": rank, "step": step, "phase": "train",
             "event": name, **more}
 
 
 def begun(time: float, attempt: int, *, step: int = 0, launch: str | None = "a", reached: int = 0,
-          trains: float | None = 1.0) -> list[Event]:  # fmt: skip
+          trains: float | None = 1.0) -> list[Event]:
     """Events of an attempt of two ranks that starts at `time` and trains from `time + trains`."""
     events = [event(time + 0.5, attempt, "start", rank=rank, step=step, world_size=2,
                     launch=launch, version="v", reached=reached) for rank in (0, 1)]
@@ -36,11 +36,11 @@ def begun(time: float, attempt: int, *, step: int = 0, launch: str | None = "a",
 
 
 def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, save_s: float = 0.0
-         ) -> dict[str, Any]:  # fmt: skip
+         ) -> dict[str, Any]:
     both = {f"{part}_s": [0.0, 0.0] for part in ("data", "compute", "communication")}
     return {"time": time, "attempt": attempt, "step": step, "steps": steps, "samples": 8 * steps,
             "step_s": [step_s * steps] * 2, "save_s": [save_s, 0.0], "memory_mb": [1.0, 1.0],
-            **both}  # fmt: skip
+            **both}
 
 
 def history(events: list[Event], timing: Sequence[dict[str, Any]] = ()) -> History:
@@ -59,7 +59,7 @@ END = event(21.0, 0, "end", step=9)
 KILLED = [event(11.0, 0, "fault", rank=1, step=9, fault="kill:rank=1"),
           event(11.5, 0, "lost-peer", step=9, failed_step=10),
           event(11.6, 0, "death", rank=1, step=9),
-          event(12.0, 0, "save", step=9, kind="survivor", seconds=0.25)]  # fmt: skip
+          event(12.0, 0, "save", step=9, kind="survivor", seconds=0.25)]
 STOP = event(11.0, 0, "stop", step=9, exit_code=75)
 FAILURE = event(11.0, 0, "failure", step=10, why="x", failed_step=11)
 ROLLBACK = event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[])
@@ -103,8 +103,7 @@ ROLLBACK = event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[])
     pytest.param(  # the first record is of the start, half a second after the processes began
         [*begun(0.0, 0, trains=None), event(2.0, 0, "refused", why="no"),
          *begun(5.0, 1, launch="b"), event(16.0, 1, "end", step=10)], [],
-        {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}, id="no training"),
-])  # fmt: skip
+        {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}, id="no training")])
 def test_the_wall_time_is_divided_into_its_uses(events, timing, expected):
     assert parts(events, timing) == expected
 
@@ -115,8 +114,7 @@ ATTEMPT = st.fixed_dictionaries({
     "step": st.integers(0, 50), "skew": st.floats(-2.0, 2.0),
     "end": st.sampled_from(["end", "stop", "failure", "lost-peer", "death", "hang", None]),
     "fault": st.sampled_from(["kill", "nan", "stop", None]), "save": st.floats(0.0, 30.0),
-    "idle": st.floats(0.0, 300.0), "reached": st.integers(0, 80),
-})  # fmt: skip
+    "idle": st.floats(0.0, 300.0), "reached": st.integers(0, 80)})
 
 
 @settings(deadline=None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +33,6 @@ def recipe(folder: Path, text: str) -> str:
 
 
 # --- recipes and flags
-
-def test_the_default_recipe_is_the_sample_with_the_small_cnn():
-    config = command_line.parse_config([])
-
-    assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
-    assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
-    assert (config.schedule.warmup, config.schedule.min_ratio) == (Duration(5, "percent"), 0.1)
-    assert (config.checkpoint.every, config.checkpoint.keep) == (Duration(100), 3)
-    assert config.eval.every == Duration(1, "epochs")
 
 
 def test_the_run_folder_is_named_after_the_recipe(tmp_path):
@@ -102,8 +91,7 @@ def test_names_have_hyphens_or_underscores_and_run_is_an_alias_of_run_dir(tmp_pa
     ("0.5ep", Duration(0.5, "epochs"), 38), ("5%", Duration(5, "percent"), 19),
     ("off", Duration(0), 0), ("0", Duration(0), 0),
     ("0.001%", Duration(0.001, "percent"), 1), (" 3 ep ", Duration(3, "epochs"), 225),
-    ("100%", Duration(100, "percent"), 375),
-])  # fmt: skip
+    ("100%", Duration(100, "percent"), 375)])
 def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
     assert Duration.parse(text) == length
     assert length.steps(epoch=75, total=375) == steps
@@ -112,8 +100,7 @@ def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
 @pytest.mark.parametrize(("text", "message"), [
     ("", "is not a length; write 200 (steps), 1ep (epochs), 5% (of the run) or off"),
     ("-5", "is not a length"), ("1e3", "is not a length"), ("1epoch", "is not a length"),
-    ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run"),
-])
+    ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run")])
 def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
     with pytest.raises(ValueError, match=re.escape(f"{text!r} {message}")):
         Duration.parse(text)
@@ -123,8 +110,7 @@ def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
 @given(st.one_of(
     st.integers(0, 10**12).map(lambda n: Duration(float(n))),
     st.floats(0, 1e6, allow_subnormal=False).map(lambda x: Duration(x, "epochs")),
-    st.floats(0, 100).map(lambda x: Duration(x, "percent")),
-))
+    st.floats(0, 100).map(lambda x: Duration(x, "percent"))))
 def test_a_length_written_out_is_read_as_the_same(length):
     again = Duration.parse(str(length))
 
@@ -137,15 +123,12 @@ def test_a_length_written_out_is_read_as_the_same(length):
 FIELDS, KINDS = "--task=field_task:Fields", "--task=field_task:Kinds"
 RUNS = [
     *([name] for name in command_line.recipe_names()),
-    ["fashion-mnist", "--seed", "9", "--steps", "1000000"],
     ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
      "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep", "--schedule.options=T_mult=2"],
     ["--batch.global-size=96", "--batch.micro-size=24", "--data.workers=3", "--data.drop-last=off",
      "--data.shuffle=off", "--data.prefetch=5"],
     ["--optim.name=sgd", "--optim.lr=1e-30", "--optim.betas", "0.1", "0.2",
      "--optim.nesterov=on", "--optim.eps=0.30000000000000004"],
-    ["--schedule.name=constant", "--schedule.warmup=1234567"],
-    ["--schedule.name=linear", "--schedule.min-ratio=0"],
     ["--checkpoint.every=0.333ep", "--checkpoint.keep-every=12.5%", "--checkpoint.on-error=stop",
      "--eval.every=off", "--eval.batch-size=7", "--eval.best=val_loss:min"],
     ["--precision.dtype=bf16", "--precision.compile=on", "--world.threads=2", "--device=cpu",
@@ -157,8 +140,7 @@ RUNS = [
         [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
         ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
         ["--task.inner.rate=None"], ["--task.weights", "a", "0.25"],
-        ["--task.places=one", "--task.places=two"])),
-]  # fmt: skip
+        ["--task.places=one", "--task.places=two"]))]
 
 
 @pytest.mark.parametrize("argv", RUNS, ids=lambda argv: " ".join(argv[:2]) or "default")
@@ -186,9 +168,6 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     # names
     (["--optim.lrr=1"], "--optim.lrr: there is no such flag; did you mean --optim.lr?"),
     (["--lr=1"], "--lr: there is no such flag; did you mean --optim.lr?"),
-    (["--batch_size", "8"], "--batch-size: there is no such flag; did you mean "
-     "--batch.global-size?"),
-    (["--max_epochs=3"], "--max-epochs: there is no such flag; did you mean --epochs?"),
     (["--xyzzy=1"], "--xyzzy: there is no such flag; --help lists them all."),
     (["-v"], "-v: there is no such flag; --help lists them all. (Write a value that begins"),
     (["inspct", "runs/x"], "inspct: there is no such command; did you mean 'inspect'?"),
@@ -201,7 +180,6 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["sample", "text"], "text: it belongs to no flag; give one RECIPE, before all flags."),
     # tasks
     (["--task=image"], "--task image: no built-in task of this name; did you mean 'images'?"),
-    (["--task="], "--task '': no built-in task of this name; "),
     (["--task"], "--task: give the name of a task or module:Class"),
     (["--task=tape_task:Tap"], "--task tape_task:Tap: tape_task has no 'Tap'; did you mean "
      "tape_task:Tape?"),
@@ -209,9 +187,8 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--task=nowhere:Task"], "--task nowhere:Task: there is no such module"),
     *((["--task", wrong], f"--task {wrong}: give a module name, not a path: write {right}")
       for wrong, right in [
-          ("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
-          ("tests/support/tape.py:Tape", "tests.support.tape:Tape."),
-          ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
+          ("./tape_task.py:Tape", "tape_task:Tape."), (".tape:Tape", "tape:Tape."),
+          ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b.")]),
     (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
      "resolved: name 'Nowhere' is not defined; import them at run time too, not"),
     (["--task=field_task:Needy"], "--task field_task:Needy: --task.root: this field has no "
@@ -231,24 +208,18 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--init="], "--init '': the value is empty; give one, or omit the flag."),
     # types
     (["--optim.lr", "1,5"], "--optim.lr 1,5: expected FLOAT."),
-    (["--steps", "10k"], "--steps 10k: expected INT."),
     (["--data.workers", "many"], "--data.workers many: expected auto|INT."),
     (["--device", "gpu"], "--device gpu: expected auto|cpu|cuda|mps (did you mean cpu?)."),
     (["--schedule.warmup", "5x"], "--schedule.warmup 5x: '5x' is not a length; write 200"),
     (["--schedule.warmup=0.05"], "--schedule.warmup 0.05: '0.05' is not a whole number of steps; 5 "
      "% of the run is written 5%."),
-    ([KINDS, "--task.widths", "1,2"], "--task.widths 1,2: expected INT."),
     ([KINDS, "--task.wide", "1"], "--task.wide 1: expected on|off."),
-    (["--task=field_task:Fields", "--task.norm=batch"], "--task.norm batch: expected BATCH|LAYER"),
     # ranges
     (["--batch.global-size=0"], "--batch.global-size 0: use INT >= 1 and <= 10000000."),
     (["--batch.micro-size=33"], "--batch.micro-size 33: it must divide --batch.global-size 128; "
      "the nearest divisor is 32"),
-    (["--data.workers=-1"], "--data.workers -1: use auto|INT >= 0 and <= 512."),
     (["--optim.lr=nan"], "--optim.lr nan: use FLOAT > 0 and < inf."),
-    (["--optim.ema=1"], "--optim.ema 1.0: use FLOAT >= 0 and < 1."),
     (["--optim.betas", "0.9", "1.0"], "--optim.betas (0.9, 1.0): use FLOAT FLOAT >= 0 and < 1."),
-    (["--seed=-1"], "--seed -1: use INT >= 0 and < 9223372036854775808."),
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
     (["--run= "], "--run-dir ' ': give the path of a folder."),
@@ -258,15 +229,12 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--optim.rates=a=0"], "--optim.rates a=0: write PATTERN=FACTOR with a factor above 0"),
     (["--optim.nesterov=on", "--optim.momentum=0"], "--optim.nesterov on: it needs --optim.momen"),
     (["--schedule.name=cosin"], "--schedule.name cosin: use cosine, constant, "),
-    (["--schedule.options=T_0"], "--schedule.options T_0: write KEY=VALUE"),
     (["--schedule.name=m:f", "--schedule.options=a=1"],
      "--schedule.options a=1: --schedule.name m:f takes no"),
     (["--schedule.name=constant", "--schedule.min-ratio=0"], "--schedule.min-ratio 0.0: "
      "--schedule.name constant doesn't use it, only cosine and linear"),
-    (["--eval.best=val_loss"], "--eval.best val_loss: write NAME:max or NAME:min"),
     (["--log.sinks=mine"], "--log.sinks mine: write module:Class."),
-    (["--log.hints-off=flat-los"], "--log.hints-off flat-los: there is no such hint; did you"),
-])  # fmt: skip
+    (["--log.hints-off=flat-los"], "--log.hints-off flat-los: there is no such hint; did you")])
 def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     found = refusal(*argv)
 
@@ -277,21 +245,17 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
 @pytest.mark.parametrize(("text", "message"), [
     ("[optim\nlr = 1", "recipe {path}: "),
     ("[optim]\nlrr = 1", "{path}: unknown key optim.lrr; did you mean optim.lr?"),
-    ("[xyz]\na = 1", "{path}: unknown key xyz; --help lists them all."),
     ("optim = 3", "{path}: optim = 3: write a table [optim]."),
     ("seed = true", "{path}: seed = True: expected INT."),
-    ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: expected 2 values"),
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': expected on|off (did you mean off"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
-    ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
-    ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1"),
-])  # fmt: skip
+])
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, message):
     path = recipe(tmp_path, text)
 
@@ -316,8 +280,7 @@ def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
     (["--task.shares", "a", "1", "b", "2"], {"shares": {"a": 1.0, "b": 2.0}}),
     (["--task.wide", "--task.no-deep"], {"wide": True, "deep": False}),
     (["--task.no-wide", "--task.deep=off"], {"wide": False, "deep": False}),
-    (["--task.wide=on"], {"wide": True}),
-])  # fmt: skip
+    (["--task.wide=on"], {"wide": True})])
 def test_several_values_replace_the_default_and_a_boolean_is_a_switch(argv, expected):
     task = command_line.parse_config([KINDS, *argv]).task
 
@@ -361,16 +324,6 @@ def test_help_names_commands_recipes_and_defaults_and_fits_the_terminal(capsys, 
 
 # --- the object itself
 
-def test_a_config_is_frozen_and_its_parts_are_checked_where_they_are_made():
-    config: Config[Any] = Config(task=Images())
-
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 3  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"--checkpoint\.keep 0"):
-        Checkpoint(keep=0)
-    with pytest.raises(TypeError):
-        Batch(128, 32)  # type: ignore[misc]
-
 
 def test_each_setting_declares_its_change_class_and_task_fields_must_match():
     leaves = {name: change for name, _, change in command_line.parse_config([]).leaves()}
@@ -406,12 +359,9 @@ def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
     (lambda: Optim(nesterov=True), "--optim.nesterov True: expected on|off."),
     (lambda: Data(workers="two"), "--data.workers 'two': expected auto|INT."),
     (lambda: Optim(lr="0.1"), "--optim.lr '0.1': expected FLOAT."),
-    (lambda: Optim(betas=(0.9,)), "--optim.betas (0.9,): expected 2 values"),
     (lambda: Batch(global_size=64.0), "--batch.global-size 64.0: expected INT."),
-    (lambda: Checkpoint(every="10x"), "--checkpoint.every '10x': '10x' is not a length"),
     (lambda: Config(freeze="*"), "--freeze '*': expected STR …."),
-    (lambda: Config(optim={"lr": 1}), "--optim {'lr': 1}: expected Optim."),
-])  # fmt: skip
+    (lambda: Config(optim={"lr": 1}), "--optim {'lr': 1}: expected Optim.")])
 def test_a_value_of_another_type_is_refused_where_it_is_given_in_python(make, message):
     with pytest.raises(ConfigError) as caught:
         make()
@@ -433,19 +383,3 @@ def test_a_warm_up_longer_than_the_run_is_reported():
     assert startup_warnings(config, {}, warmup=12, total=12) == []
     (line,) = startup_warnings(config, {}, warmup=12, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in line
-
-
-@dataclasses.dataclass(frozen=True)
-class Bare:
-    """A task without fields."""
-
-    model = dataset = loss = print
-
-
-def test_a_task_needs_no_fields(tmp_path):
-    config = command_line.parse_config([f"--task={__name__}:Bare", "--steps=3"])
-    written = tmp_path / "config.toml"
-    written.write_text(command_line.to_toml(config))
-
-    assert isinstance(config.task, Bare)
-    assert command_line.load(written).task == config.task

@@ -17,7 +17,7 @@ def test_the_documented_classes_are_those_of_the_configuration():
             key.strip() for key in match[2].split(",") if "field" not in key}
         for match in re.finditer(r"^\| (must match|may change|ignored) \| (.*) \|$",
                                  DOC.read_text(), re.MULTILINE)
-    }  # fmt: skip
+    }
 
     actual: dict[str, set[str]] = {}
     for name, _, change in config.leaves():

@@ -35,8 +35,7 @@ def test_flip_mirrors_exactly_the_images_whose_key_is_odd(keys, channels):
 @quick
 @given(keys=KEYS, padding=st.integers(0, 4), channels=st.integers(1, 3))
 def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
-    keys, padding, channels
-):
+        keys, padding, channels):
     images = pictures(len(keys), channels=channels)
 
     cropped = augment.crop(images, keys, padding)
@@ -47,23 +46,6 @@ def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
         right = ((key >> 32 & 0xFFFF) * (2 * padding + 1)) >> 16
         padded = functional.pad(image, (padding,) * 4)
         assert torch.equal(result, padded[:, down : down + 6, right : right + 5])
-
-
-@quick
-@given(keys=KEYS, order=st.randoms(use_true_random=False))
-def test_an_image_comes_out_the_same_in_any_batch(keys, order):
-    images = pictures(len(keys))
-    places = list(range(len(keys)))
-    order.shuffle(places)
-
-    def both(some_images: torch.Tensor, some_keys: np.ndarray) -> torch.Tensor:
-        return augment.crop(augment.flip(some_images, some_keys), some_keys, 2)
-
-    together = both(images, keys)
-
-    assert torch.equal(both(images[places], keys[places]), together[places])
-    for i in places:
-        assert torch.equal(both(images[i : i + 1], keys[i : i + 1])[0], together[i])
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])

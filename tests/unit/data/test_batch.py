@@ -36,33 +36,26 @@ NESTINGS = [
     lambda t: UserDict(x=t),
     lambda t: Pair(t, {"y": t + 1}),
     lambda t: Record(t, Pair(t, t + 1)),
-    lambda t: {"a": Record(t, t), "b": (Pair(t, [t]),)},
-]
+    lambda t: {"a": Record(t, t), "b": (Pair(t, [t]),)}]
 
 
 @pytest.mark.parametrize("make", NESTINGS)
-def test_mapping_keeps_the_nesting_and_reaches_each_tensor(make):
-    original = make(torch.arange(3))
-
-    mapped = batch.map_tensors(lambda t: t * 10, original)
-
-    assert type(mapped) is type(original)
-    before, after = list(batch.tensors(original)), list(batch.tensors(mapped))
-    assert len(before) == len(after) > 0
-    assert all(torch.equal(a, b * 10) for a, b in zip(after, before, strict=True))
-
-
-@pytest.mark.parametrize("make", NESTINGS)
-def test_samples_are_stacked_in_their_own_nesting(make):
-    samples = [make(torch.full((2,), i)) for i in range(3)]
+def test_mapped_stacked_and_empty_batches_keep_the_nesting(make):
+    samples = [make(torch.full((2,), i, dtype=torch.int32)) for i in range(3)]
 
     stacked = batch.collate(samples)
+    mapped = batch.map_tensors(lambda t: t * 10, stacked)
+    empty = batch.empty(stacked)
 
-    assert type(stacked) is type(samples[0])
-    assert batch.size(stacked) == 3
-    columns = zip(*(batch.tensors(sample) for sample in samples), strict=True)
-    for got, column in zip(batch.tensors(stacked), columns, strict=True):
-        assert torch.equal(got, torch.stack(column))
+    assert type(stacked) is type(mapped) is type(empty) is type(samples[0])
+    assert (batch.size(stacked), batch.size(empty)) == (3, 0)
+    columns = [torch.stack(found) for found in zip(*map(batch.tensors, samples), strict=True)]
+    assert columns
+    for kind in zip(columns, *map(batch.tensors, (stacked, mapped, empty)), strict=True):
+        column, one, tenfold, none = kind
+        assert torch.equal(one, column)
+        assert torch.equal(tenfold, 10 * column)
+        assert (none.shape, none.dtype) == ((0, *column.shape[1:]), column.dtype)
 
 
 def test_numbers_become_tensors_and_strings_a_list():
@@ -77,32 +70,17 @@ def test_numbers_become_tensors_and_strings_a_list():
     ([{"ids": [1, 2]}, {"ids": [1]}], "different lengths, such as 1 and 2, .* collate"),
     ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), .* collate"),
     ([(1, None), (1, None)], "found <class 'NoneType'>"),
-    ([np.array([1, "a"], object)] * 2, "numpy.object_"),
-])  # fmt: skip
+    ([np.array([1, "a"], object)] * 2, "numpy.object_")])
 def test_unstackable_samples_are_refused_with_the_reason(samples, message):
     with pytest.raises((ValueError, TypeError), match=message):
         batch.collate(samples)
-
-
-@pytest.mark.parametrize("make", NESTINGS)
-def test_an_empty_batch_has_the_structure_of_a_full_one_and_no_samples(make):
-    full = batch.collate([make(torch.ones(2, dtype=torch.int32)) for _ in range(3)])
-
-    empty = batch.empty(full)
-
-    assert type(empty) is type(full)
-    assert batch.size(empty) == 0
-    for one, other in zip(batch.tensors(empty), batch.tensors(full), strict=True):
-        assert one.shape == (0, *other.shape[1:])
-        assert one.dtype == other.dtype
 
 
 @pytest.mark.parametrize(("full", "read"), [
     ({"names": ["a", "b"]}, lambda e: e["names"]),
     ((torch.ones(2), ["a", "b"]), lambda e: e[1]),
     (Pair(torch.ones(2), ["a", "b"]), lambda e: e.y),
-    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0]),
-])
+    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0])])
 def test_lists_of_strings_are_emptied_too(full, read):
     assert read(batch.empty(full)) == []
 

@@ -60,8 +60,7 @@ class Opened:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("buffering", [0, 64])
 def test_workers_have_separate_file_offsets_in_files_of_the_data_set(
-    tmp_path: Path, buffering: int
-) -> None:
+        tmp_path: Path, buffering: int) -> None:
     path = tmp_path / "rows"
     path.write_bytes(b"".join(bytes([row]) * 4096 for row in range(6)))
     dataset = Opened(path, buffering=buffering)
@@ -74,9 +73,7 @@ def test_workers_have_separate_file_offsets_in_files_of_the_data_set(
     dataset.file.close()
 
 
-def test_files_open_for_writing_keep_a_shared_offset(
-    tmp_path: Path,
-) -> None:
+def test_files_open_for_writing_keep_a_shared_offset(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for mode in ("wb", "w+b"):
         with path.open(mode, buffering=0) as file:
@@ -136,8 +133,7 @@ class Odd:
                                       torch.full((SMALL,), 1 << 40)]),
             "large": torch.full((SMALL,), float(index)),
             "shared": SHARED,
-            "text": "a text",
-        }
+            "text": "a text"}
 
     def __len__(self) -> int:
         return 3

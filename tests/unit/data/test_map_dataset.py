@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import (
-    ConcatDataset,
-    Dataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    random_split,
-)  # fmt: skip
+from torch.utils import data
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from trainer.data.map_dataset import KeyedSamples, in_memory, shared_samples
+from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.workers import DataReader
@@ -60,9 +54,9 @@ class Doubled(Subset):
                 for index, key in zip(indices, indices.keys, strict=True)]
 
 
-def read(dataset: Any, *places: int, epoch: int = 3, augment: bool = True) -> list[list[float]]:
+def read(dataset: Any, *places: int, epoch: int = 3) -> list[list[float]]:
     """[index, epoch, draw] of each sample of one micro-batch."""
-    samples = KeyedSamples(dataset, seed=1, augment=augment)
+    samples = KeyedSamples(dataset, seed=1)
     columns = samples[MicroBatchSpec(1, epoch, 0, True, places)].batch
     return torch.stack([c.double() for c in columns], 1).tolist()
 
@@ -81,17 +75,13 @@ def test_samples_of_a_subset_are_keyed_by_their_position_in_it(kind, indices):
 
 
 def test_subsets_within_subsets_are_followed_to_the_data_set():
-    part, _ = random_split(Batched(), [8, 4], generator=torch.Generator().manual_seed(0))
+    part, _ = data.random_split(Batched(), [8, 4], generator=torch.Generator().manual_seed(0))
     nested = Subset(part, [6, 4, 2])
 
     found = read(nested, 0, 1)
 
     assert [row[:2] for row in found] == [[part.indices[6], 3], [part.indices[4], 3]]
     assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
-
-
-def test_without_augmentation_no_keys_are_given_through_a_subset():
-    assert [row[2] for row in read(Subset(Batched(), [4, 2]), 0, 1, augment=False)] == [-1, -1]
 
 
 @pytest.mark.parametrize("kind", [Plain, Batched])
@@ -102,11 +92,6 @@ def test_a_subset_that_does_more_than_select_is_read_itself(kind):
 
     assert [row[:2] for row in found] == [[10, 3], [8, 3]], "the epoch reaches what is inside"
     assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
-
-
-def test_a_subset_of_data_in_memory_is_in_memory():
-    assert in_memory(Subset(Subset(Batched(), [1, 2]), [0]))
-    assert not in_memory(Subset(Plain(), [1, 2]))
 
 
 def test_samples_that_are_left_out_by_getitems_are_an_error():
@@ -123,8 +108,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
 
 @pytest.mark.parametrize("join", [
     lambda one, other: ConcatDataset([one, other]), lambda one, other: StackDataset(one, other),
-    lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)])),
-])  # fmt: skip
+    lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)]))])
 def test_combined_data_sets_get_set_epoch(join):
     one, other = Plain(), Plain()
 
@@ -135,7 +119,7 @@ def test_combined_data_sets_get_set_epoch(join):
 
 def test_each_reader_of_a_shared_data_set_sets_its_epoch():
     whole = Plain()
-    one, other = (KeyedSamples(part, seed=1) for part in random_split(whole, [6, 6]))
+    one, other = (KeyedSamples(part, seed=1) for part in data.random_split(whole, [6, 6]))
 
     read = [reader[MicroBatchSpec(1, epoch, 0, True, (0,))].batch[1].item()
             for reader, epoch in [(one, 3), (other, 0), (one, 3), (one, 3), (other, 1), (other, 0)]]
@@ -219,9 +203,9 @@ class Indexed(Dataset):
 @pytest.mark.parametrize("buffers", [1, 3])
 @pytest.mark.parametrize("collated", [False, True])
 def test_a_batch_keeps_its_values_when_its_memory_is_filled_again(buffers, collated, workers):
-    data = Refilling(buffers)
-    samples = KeyedSamples(Indexed(), seed=1, collate=data.collate) if collated else (
-        KeyedSamples(data, seed=1))
+    filled = Refilling(buffers)
+    samples = KeyedSamples(Indexed(), seed=1, collate=filled.collate) if collated else (
+        KeyedSamples(filled, seed=1))
     specs = [MicroBatchSpec(1, 0, n, n == 5, (2 * n, 2 * n + 1)) for n in range(6)]
     reader = DataReader(samples, sampler=specs, workers=workers, prefetch=6,
                         device=torch.device("cpu"))
@@ -230,7 +214,7 @@ def test_a_batch_keeps_its_values_when_its_memory_is_filled_again(buffers, colla
 
     reader.close()
     for column in range(2):
-        assert np.array_equal(np.concatenate([batch[column] for batch in batches]), data.rows)
+        assert np.array_equal(np.concatenate([batch[column] for batch in batches]), filled.rows)
 
 
 def test_other_attributes_of_a_batch_are_kept():
@@ -257,8 +241,7 @@ WHOLE = points(0)
     (Subset(WHOLE, range(250)), Subset(WHOLE, range(200, 300)), 50),
     (Subset(points(0), range(200)), Subset(points(0), range(200)), 0),  # of two data sets
     (points(0), points(1), 0), (points(0), points(0), 300), (points(0), points(0, 9), 0),
-    (points(0), None, 0),
-])  # fmt: skip
+    (points(0), None, 0)])
 def test_validation_samples_among_the_training_samples_are_counted(train, validation, shared):
     assert shared_samples(train, validation).startswith(f"{shared} of" if shared else "")
     assert bool(shared_samples(train, validation)) == bool(shared)

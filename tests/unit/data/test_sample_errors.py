@@ -16,11 +16,10 @@ from trainer import rng
 from trainer.config.schema import Batch, Config, Data
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
-from trainer.data.sample_errors import SampleError, check_replaced_share
-from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
-from trainer.data.workers import DataReader
+from trainer.data.sample_errors import SampleError
+from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.world import LaunchInfo, World
-from trainer.errors import ConfigError, TooManyBadSamples
+from trainer.errors import ConfigError
 from trainer.run.prepare import prepare
 
 BAD = {3, 7, 8, 20}
@@ -60,8 +59,7 @@ READERS = {
     "at once": lambda: reader(BadAtOnce),
     "collated": lambda: reader(Bad, set(), collate=fussy),
     "at once and collated": lambda: reader(BadAtOnce, set(), collate=fussy),
-    "unreadable and collated": lambda: reader(Bad, {3, 20}, collate=fussy),
-}
+    "unreadable and collated": lambda: reader(Bad, {3, 20}, collate=fussy)}
 
 
 # --- the replacement
@@ -79,33 +77,6 @@ def test_a_bad_sample_is_replaced_by_the_documented_choice(kind, indices):
     assert same(micro.batch, read(clean, *chosen).batch), "draws and all"
     assert micro.spec.indices == indices
     assert {r.epoch for r in micro.replaced} == {EPOCH}
-
-
-@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
-@pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 2)])
-def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, workers):
-    def run(num_ranks: int, workers: int) -> dict[tuple[int, int], MicroBatch]:
-        found = {}
-        plan = BatchPlan(samples=COUNT, global_size=8, micro_size=2, drop_last=True)
-        for rank in range(num_ranks):
-            sampler = MicroBatchSampler(plan, rank=rank, num_ranks=num_ranks, seed=SEED,
-                                        shuffle=True, position=0, total_steps=6)
-            source = DataReader(reader(kind), sampler=sampler, workers=workers, prefetch=2,
-                                device=CPU)
-            micros = list(source)
-            source.close()
-            found |= {(m.spec.step, m.spec.number): m for m in micros if m.spec.number >= 0}
-            assert not any(m.replaced for m in micros if m.spec.number < 0)
-        return found
-
-    expected, found = run(1, 0), run(num_ranks, workers)
-
-    assert found.keys() == expected.keys()
-    for key, micro in found.items():
-        assert same(micro.batch, expected[key].batch)
-        pairs = [[(r.index, r.by, r.why) for r in m.replaced] for m in (micro, expected[key])]
-        assert pairs[0] == pairs[1]
-    assert sum(len(m.replaced) for m in found.values()) == 2 * len(BAD)
 
 
 @pytest.mark.parametrize("kind", [Bad, BadAtOnce])
@@ -144,8 +115,7 @@ def test_if_all_replacements_are_bad_the_first_error_is_raised():
     RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left "
                  "on device (28)"),
     OSError(errno.EMFILE, "Too many open files"),
-    MemoryError(),
-])  # fmt: skip
+    MemoryError()])
 def test_a_resource_shortage_is_not_blamed_on_the_sample(error):
     def collate(samples: list[Any]) -> Any:
         raise error
@@ -180,8 +150,7 @@ def test_samples_that_fail_only_together_are_all_named(skip):
 
 @pytest.mark.parametrize(("kind", "collate", "doing"), [
     (Bad, batches.collate, "reading sample 7 "), (BadAtOnce, batches.collate, "reading sample 7 "),
-    (Bad, fussy, "collating sample 7 "),
-])  # fmt: skip
+    (Bad, fussy, "collating sample 7 ")])
 def test_the_one_that_is_bad_is_named_among_many(kind, collate, doing):
     bad = {7} if collate is batches.collate else set()
 
@@ -201,32 +170,6 @@ def test_a_sample_of_a_subset_is_named_by_both_indices():
     replaced, = read(KeyedSamples(subset, seed=SEED, skip=True), 0, 1).replaced
     assert (replaced.index, replaced.by) == (8, 9), "the only good one in it"
 
-
-def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
-    plan = BatchPlan(samples=COUNT, global_size=2, micro_size=2, drop_last=True)
-    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=SEED, shuffle=False, position=0,
-                                total_steps=3)
-    source = DataReader(reader(skip=False, rank=1), sampler=sampler, workers=2, prefetch=2,
-                        device=CPU)
-
-    next(source)
-
-    with pytest.raises(SampleError, match=r"sample 3 .* \(rank 1, loader worker 1\)$") as caught:
-        next(source)
-
-    source.close()
-    assert "# the user's line" in str(caught.value.__cause__)
-    assert "\n" not in str(caught.value)
-
-
-# --- limits
-
-def test_at_most_a_hundred_or_a_tenth_of_the_samples_may_be_replaced():
-    check_replaced_share(100, 100)
-    check_replaced_share(1000, 10_000)
-    for replaced, consumed in ((101, 101), (1001, 10_000)):
-        with pytest.raises(TooManyBadSamples, match=r"--data\.on-error skip: .* more than 10%"):
-            check_replaced_share(replaced, consumed)
 
 
 def test_skipping_in_a_stream_is_refused_before_anything_starts():

@@ -30,19 +30,6 @@ class Counted(IterableDataset):
         return iter(range(100 * number, 100 * number + self.size))
 
 
-class Shuffled(IterableDataset):
-    """0 … 39 through a shuffle buffer that draws from the process's generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        buffer: list[int] = []
-        for value in range(40):
-            buffer.append(value)
-            if len(buffer) == 10:
-                yield buffer.pop(random.randrange(10))
-        while buffer:
-            yield buffer.pop(random.randrange(len(buffer)))
-
-
 class Ordered(IterableDataset):
     """Draws its order in `set_epoch`, and has no order before."""
 
@@ -121,14 +108,12 @@ class Rank:
 
     def __init__(
         self, dataset: IterableDataset, rank: int = 0, size: int = 1, *, workers: int = 0,
-        step: int = 0, gather=None,
-    ) -> None:  # fmt: skip
+        step: int = 0, gather=None) -> None:
         self.step = step
         self.stream = StreamReader(
             StreamSpec(dataset=dataset, lanes=4, micro_size=2, seed=3),
             rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
-            step=lambda: self.step, gather=gather or (lambda mine: [mine]),
-        )  # fmt: skip
+            step=lambda: self.step, gather=gather or (lambda mine: [mine]))
 
     def window(self) -> dict[int, list[int]]:
         """Make a step; returns lane → samples."""
@@ -196,22 +181,6 @@ def test_a_state_of_the_last_window_of_an_epoch_leads_to_the_next_epoch():
     assert next(resumed.stream).batch.tolist() == [0, 4]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_random_order_of_a_stream_is_the_same_for_all_lanes(workers):
-    orders = []
-    for size in (1, 2):
-        ranks = [Rank(Shuffled(), r, size, workers=workers) for r in range(size)]
-        found = [{lane: values for rank in ranks for lane, values in rank.window().items()}
-                 for _ in range(5)]  # fmt: skip
-        orders.append(found)
-        for rank in ranks:
-            rank.stream.close()
-
-    values = sorted(v for window in orders[0] for lane in window.values() for v in lane)
-    assert values == list(range(40))
-    assert orders[0] == orders[1]
-
-
 def test_a_stream_that_splits_itself_by_worker_loses_no_samples():
     run = Rank(DividedByWorker(size=4), workers=2)
 
@@ -225,20 +194,6 @@ def test_a_stream_that_splits_itself_by_worker_loses_no_samples():
     assert windows[1] == windows[3] == {k: [100 * k + 2, 100 * k + 3] for k in range(4)}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_next_epoch_drops_prefetched_windows(workers):
-    run = Rank(Counted(size=6), workers=workers)
-    first = [run.window() for _ in range(3)]
-    assert next(run.stream).samples == 0
-
-    run.stream.next_epoch()
-    second = [run.window() for _ in range(3)]
-
-    run.stream.close()
-    assert first == second
-    assert first[0] == {k: [100 * k, 100 * k + 1] for k in range(4)}
-
-
 def test_a_position_with_another_lane_layout_is_refused():
     state = {"epoch": 0, "start": 0, "lanes": 2, "micro_size": 4, "feeds": [{}, {}]}
 
@@ -249,8 +204,7 @@ def test_a_position_with_another_lane_layout_is_refused():
 @pytest.mark.parametrize(("dataset", "message"), [
     (Broken(), r"reading sample 5 of lane 0 of epoch 0 .* OSError: no such shard"),
     (Broken(state={"a": [{1: 2}]}), r"the state_dict of .* the key 1, which is not a string"),
-    (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON"),
-])  # fmt: skip
+    (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON")])
 def test_an_error_names_the_sample_and_the_lane(dataset, message):
     run = Rank(dataset)
 

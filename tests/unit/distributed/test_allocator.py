@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from trainer.distributed import allocator
-
 GLIBC = platform.libc_ver()[0] == "glibc"
 
 PLAIN = {name: value for name, value in os.environ.items()
@@ -54,12 +52,6 @@ def test_a_step_reuses_the_memory_freed_by_the_previous_one():
     assert faults < 100  # of 58,600 pages
     assert kept_mb > 200  # of 240
     assert given_back_mb > 200
-
-
-def test_give_back_changes_nothing_if_nothing_was_kept(monkeypatch):
-    monkeypatch.setattr(allocator, "_set", lambda *_: pytest.fail("an allocator parameter is set"))
-
-    allocator.give_back()  # as after a training on a GPU
 
 
 def test_settings_of_the_user_are_respected():

@@ -13,8 +13,7 @@ from trainer.errors import ConfigError
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
-}
+    "MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def test_without_a_launcher_a_process_is_the_only_rank() -> None:
@@ -42,8 +41,7 @@ def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
     ("RANK", "4", "RANK is '4'.*from 0 to 3"), ("WORLD_SIZE", "0", "WORLD_SIZE is '0'"),
     ("MASTER_PORT", "99999", "to 65535"), ("RANK", "-1", "RANK is '-1'"),
     ("RANK", "two", "RANK is 'two'"),
-    ("LOCAL_RANK", "1.5", "LOCAL_RANK is '1.5'"),
-])
+    ("LOCAL_RANK", "1.5", "LOCAL_RANK is '1.5'")])
 def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LaunchInfo.from_environment(TORCHRUN | {name: value})
@@ -56,8 +54,7 @@ def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: 
     ((1, False), "auto", 2, r"2 ranks on this host but 1 CUDA device; .*"
                             r"--nproc_per_node=1, or --device cpu"),
     ((0, False), "cuda", 1, r"--device cuda: .*no CUDA device.*use --device cpu"),
-    ((0, False), "tpu", 1, r"--device tpu: .*auto, cpu, cuda or mps"),
-])
+    ((0, False), "tpu", 1, r"--device tpu: .*auto, cpu, cuda or mps")])
 def test_a_rank_takes_its_device_or_says_what_to_do(
         machine: tuple[int, bool], wanted: str, ranks: int, expected: str,
         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,6 @@ from trainer.distributed import sockets
 from trainer.distributed.rendezvous import handshake
 
 
-def test_all_ranks_get_the_same_nonce_and_each_attempt_another() -> None:
-    store = HashStore()
-    attempts = [_results(_meet(store, range(3), 3)) for _ in range(3)]
-    assert [len(set(nonces)) for nonces in attempts] == [1, 1, 1]
-    assert len({nonces[0] for nonces in attempts}) == 3
-
-
 def test_keys_of_an_older_attempt_do_not_disturb() -> None:
     store = HashStore()
     store.set("hello/1", "dead-before-it-was-answered")
@@ -55,8 +48,7 @@ def test_a_missing_rank_0_is_named() -> None:
 
 
 def test_the_interface_towards_an_address_is_that_of_the_route(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+        monkeypatch: pytest.MonkeyPatch) -> None:
     assert sockets.interface_towards("127.0.0.1", 1) == "lo"
 
     def unknown(*_: object, **__: object) -> None:  # some name servers resolve any name

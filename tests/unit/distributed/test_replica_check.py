@@ -11,8 +11,7 @@ TENSORS = [
     torch.randn(3, 5), torch.randn(4, 6).t(), torch.randn(2, 3, 4, 4), torch.tensor(3.0),
     torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last), torch.randn(7)[1:],
     torch.randn(6, dtype=torch.float64), torch.randn(5, dtype=torch.bfloat16),
-    torch.randn(8, dtype=torch.float16), torch.ones(3, dtype=torch.bool), torch.arange(5),
-]  # fmt: skip
+    torch.randn(8, dtype=torch.float16), torch.ones(3, dtype=torch.bool), torch.arange(5)]
 
 
 @pytest.mark.parametrize("place", range(len(TENSORS)))

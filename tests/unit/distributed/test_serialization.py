@@ -30,18 +30,10 @@ def test_a_parameter_of_other_strides_is_written_in_place_without_a_graph() -> N
 
 
 @pytest.mark.parametrize("other", [
-    [torch.zeros(3, 2)], [torch.zeros(2, 3, dtype=torch.int32)], [torch.zeros(3), torch.zeros(3)],
-])
+    [torch.zeros(3, 2)], [torch.zeros(2, 3, dtype=torch.int32)], [torch.zeros(3), torch.zeros(3)]])
 def test_tensors_of_another_layout_are_refused(other: list[torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="the sender's tensors differ"):
         serialization.unpack(serialization.pack([torch.ones(2, 3)]), other)
-
-
-def test_buckets_keep_the_order_and_the_limit() -> None:
-    tensors = [torch.zeros(n, dtype=torch.uint8) for n in (4, 4, 1, 30, 2, 8, 1)]
-    found = [[tensor.numel() for tensor in bucket]
-             for bucket in serialization.buckets(tensors, limit=10)]
-    assert found == [[4, 4, 1], [30], [2, 8], [1]]
 
 
 def _random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

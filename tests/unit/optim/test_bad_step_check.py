@@ -42,8 +42,7 @@ def check(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=Non
     # A scale that can still fall is not an error. The loss itself is not scaled.
     ({"norm": INF, "scale": 65536.0}, OVERFLOW),
     ({"norm": INF, "scale": 1.0}, NONFINITE),
-    ({"loss": INF, "scale": 65536.0}, NONFINITE),
-])  # fmt: skip
+    ({"loss": INF, "scale": 65536.0}, NONFINITE)])
 def test_reduced_values_decide_whether_a_step_is_skipped(values, reason):
     assert check(**values) == reason
 

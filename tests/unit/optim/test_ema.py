@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainer.errors import CheckpointDamaged
 from trainer.optim.ema import Ema
 
 
@@ -75,23 +74,3 @@ def test_during_an_exchange_the_trained_weights_would_be_saved():
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert "second.weight" in average
     assert torch.equal(average["second.weight"], average["first.weight"])
-
-
-def test_a_restored_average_has_the_same_bits_and_a_new_one_starts_with_the_next_update():
-    straight, model = Tied(), Tied()
-    whole, ema = Ema(straight, 0.8), Ema(model, 0.8)
-    updates(straight, whole.update)
-    updates(model, ema.update, count=3)
-    saved, state = {n: t.clone() for n, t in ema.tensors().items()}, ema.state_dict()
-
-    again = Ema(model, 0.8)
-    again.load(saved, state)
-
-    assert all(torch.equal(t, saved[n]) for n, t in again.tensors().items())
-    assert again.updates == 3
-    fresh = Ema(model, 0.8)
-    fresh.load(None, {})
-    fresh.update()
-    assert all(torch.equal(t, model.get_parameter(n)) for n, t in fresh.tensors().items())
-    with pytest.raises(CheckpointDamaged, match=r"do not contain first\.weight"):
-        fresh.load({}, state)

@@ -38,8 +38,7 @@ class Objective(nn.Module):
     (RootOfZero(), 1.0, Origin("backward", "1.1", "aten.div.Tensor", "SqrtBackward0"),
      "aten.div.Tensor in the backward of module 1.1 (SqrtBackward0)"),
     (nn.ReLU(), 0.0, Origin("forward", None, "aten.div.Tensor"),
-     "aten.div.Tensor in the forward of the loss, outside the model"),
-])  # fmt: skip
+     "aten.div.Tensor in the forward of the loss, outside the model")])
 def test_the_operation_and_the_module_that_create_a_nan_are_named(inner, divisor, origin, text):
     objective, found = Objective(inner, divisor), []
 

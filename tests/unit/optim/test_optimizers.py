@@ -22,8 +22,7 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
-        nn.Identity(), nn.Linear(144, 3),
-    )  # fmt: skip
+        nn.Identity(), nn.Linear(144, 3))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -> nn.Module:
@@ -53,8 +52,7 @@ def by_hand(model: nn.Module) -> list[dict]:
     (Optim(name="sgd", lr=0.01, weight_decay=0.1, momentum=0.8, nesterov="on"),
      lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.8, nesterov=True, fused=True)),
     (Optim(name="torch.optim:RMSprop", lr=0.01, weight_decay=0.1),
-     lambda g: torch.optim.RMSprop(g, lr=0.01)),
-])  # fmt: skip
+     lambda g: torch.optim.RMSprop(g, lr=0.01))])
 def test_an_optimizer_has_the_bits_of_torchs(config, plain):
     ours, expected = net(), net()
 
@@ -147,8 +145,7 @@ class Wrapped:
 
 @pytest.mark.parametrize(("name", "message"), [
     (f"{__name__}:Wrapped", "it is not a torch.optim.Optimizer"),
-    ("torch.optim:Muon", "Muon only supports 2D parameters"),
-])  # fmt: skip
+    ("torch.optim:Muon", "Muon only supports 2D parameters")])
 def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
         optimizers.make_optimizer(Optim(name=name), net())
@@ -204,8 +201,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize(("name", "decay", "works"), [
     ("adamw", 0.0, False), ("sgd", 0.0, False), ("torch.optim:Adam", 0.0, False),
     ("torch.optim:SGD", 0.1, False), ("torch.optim:SGD", 0.0, True),
-    ("torch.optim:Adagrad", 0.0, True), (f"{__name__}:Own", 0.0, True),
-])  # fmt: skip
+    ("torch.optim:Adagrad", 0.0, True), (f"{__name__}:Own", 0.0, True)])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(name, decay, works):
     model = Table()
@@ -230,8 +226,7 @@ def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(na
     (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is not a parameter"),
     (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "more than one"),
     (lambda m: [{"params": ["weight"]}], "params is str"),
-    (lambda m: [], "is empty"),
-])  # fmt: skip
+    (lambda m: [], "is empty")])
 def test_invalid_groups_are_refused(groups, message):
     with pytest.raises(ConfigError, match=r"parameter_groups\(") as error:
         optimizers.make_optimizer(Optim(), net(), groups)

@@ -1,4 +1,4 @@
-"""Precision policy: number formats, TF32, compilation."""
+"""Precision policy: number formats, compilation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from trainer.config.schema import Precision
 from trainer.distributed.ddp import Objective
 from trainer.optim import precision
 from trainer.task import Outcome
-
-
-def test_tf32_is_set_for_matrix_products_and_convolutions():
-    for allowed in (True, False):
-        precision.set_tf32(allowed)
-
-        assert torch.backends.cuda.matmul.allow_tf32 is allowed
-        assert torch.backends.cudnn.allow_tf32 is allowed
 
 
 def test_eager_overrides_compilation():

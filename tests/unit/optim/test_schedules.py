@@ -38,7 +38,7 @@ def seen(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int = TOTAL,
-         after: Schedule | None = None, at: int = 0) -> Rates:  # fmt: skip
+         after: Schedule | None = None, at: int = 0) -> Rates:
     """Rates of each update.
 
     Args:
@@ -65,7 +65,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
 
 
 def torchs(make: Callable[[torch.optim.Optimizer], Any], *, optim: str = "sgd",
-           warmup: int = 1, steps: int = TOTAL) -> Rates:  # fmt: skip
+           warmup: int = 1, steps: int = TOTAL) -> Rates:
     """The same with torch alone; a warm-up uses SequentialLR."""
     optimizer, rates = optimizer_of(optim), []
     schedule = make(optimizer)
@@ -98,8 +98,7 @@ CASES = {
                    lambda o: lr_scheduler.OneCycleLR(
                        o, 2.0, TOTAL, pct_start=0.4, div_factor=10, final_div_factor=100,
                        anneal_strategy="linear", three_phase=True, base_momentum=0.8,
-                       max_momentum=0.9)),
-}  # fmt: skip
+                       max_momentum=0.9))}
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
@@ -113,8 +112,7 @@ def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
 
 @pytest.mark.parametrize(("warmup", "updates"), [
     (Duration(0), 0), (Duration(7), 7), (Duration(0.5, "epochs"), 4), (Duration(2, "epochs"), 16),
-    (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1), (Duration(100), TOTAL),
-])
+    (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1), (Duration(100), TOTAL)])
 @pytest.mark.parametrize(("name", "end"), [("cosine", 0.1), ("constant", 1.0)])
 def test_the_warm_up_rises_in_equal_steps_to_the_peak(name, end, warmup, updates):
     config = Schedule(name=name, warmup=warmup, min_ratio=0.1)
@@ -134,8 +132,7 @@ def test_the_warm_up_rises_in_equal_steps_to_the_peak(name, end, warmup, updates
     ("linear", (), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, TOTAL - 5)),
     ("warm-restarts", ("T_0=6",), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6)),
     ("multi-step", ("milestones=16,30",), lambda o: lr_scheduler.MultiStepLR(o, [12, 26])),
-    ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4)),
-])  # fmt: skip
+    ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4))])
 def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make):
     least = {"min_ratio": 0.0} if name in ("cosine", "linear") else {}
     config = Schedule(name=name, warmup=Duration(5), options=options, **least)
@@ -150,8 +147,7 @@ def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make)
     (("patience=1", "cooldown=2", "threshold=0.01", "threshold_mode=abs", "min_lr=0.01",
       "metric=val_accuracy:max"),
      {"patience": 1, "cooldown": 2, "threshold": 0.01, "threshold_mode": "abs", "min_lr": 0.01,
-      "mode": "max"}),
-])  # fmt: skip
+      "mode": "max"})])
 @pytest.mark.parametrize("warmup", [0, 6])
 def test_a_plateau_equals_torchs_with_and_without_a_warm_up(options, more, warmup):
     config = Schedule(name="plateau", warmup=Duration(warmup), options=options)
@@ -177,8 +173,7 @@ def halving(update: int) -> float:
 
 ALL = [(case, options) for case, (options, _) in CASES.items()] + [
     ("cosine", ()), ("constant", ()), ("plateau", ("patience=1", "factor=0.3")),
-    (f"{__name__}:halving", ()),
-]  # fmt: skip
+    (f"{__name__}:halving", ())]
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
@@ -251,8 +246,7 @@ def negative(update: int) -> float:
     ("math:pi", (), "it raised TypeError"),
     (f"{__name__}:undefined", (), "it returned nan"),
     (f"{__name__}:negative", (), "it returned -1.0; it must return a factor of --optim.lr, 0 or "
-                                 "more"),
-])  # fmt: skip
+                                 "more")])
 def test_invalid_options_are_refused(name, options, message):
     with pytest.raises(ConfigError, match="--schedule") as error:
         ours(Schedule(name=name, options=options, warmup=Duration(0)))

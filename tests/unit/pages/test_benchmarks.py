@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import math
 import pkgutil
-import random
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from unread import ended
 
 import benchmarks
-from benchmarks import claims, gpu, memory, reporting
 from benchmarks import goodput_model as model
-from benchmarks.goodput import kill_times, standing
+from benchmarks import reporting
+from benchmarks.goodput import standing
 from trainer.telemetry.std_streams import EXIT_PIPE
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")
@@ -28,8 +24,7 @@ COSTS = model.Costs(step_s=1.0, interval_s=60.0, save_s=2.0, restart_s=30.0, sur
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_a_docstring_and_a_command_explains_its_options(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+        name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     _, command, end = Path(inspect.getfile(module)).read_text().partition(
@@ -68,15 +63,6 @@ def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
     assert reporting.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-def test_growth_is_that_of_the_last_half() -> None:
-    rising = [(step, 100.0 + min(step, 500)) for step in range(0, 1000, 10)]
-    leaking = [(step, 100.0 + 0.004 * step) for step in range(0, 1000, 10)]
-
-    assert memory.growth(rising)[memory.GROWTH] == pytest.approx(0)
-    assert memory.growth(leaking)[memory.GROWTH] == pytest.approx(4)
-    assert memory.resident_bytes() > 1e6
-
-
 @pytest.mark.parametrize("survivors", [True, False])
 @pytest.mark.parametrize("mtbf_s", [300.0, 3000.0, 100_000.0])
 def test_the_simulation_agrees_with_dalys_formula(survivors: bool, mtbf_s: float) -> None:
@@ -85,19 +71,6 @@ def test_the_simulation_agrees_with_dalys_formula(survivors: bool, mtbf_s: float
     simulated = model.simulate(costs, mtbf_s, failures=20_000)
 
     assert simulated == pytest.approx(model.daly(costs, mtbf_s), rel=0.02)
-
-
-def test_youngs_interval_costs_least_where_failures_are_rare() -> None:
-    mtbf_s = 100_000.0
-    best = model.young(COSTS.save_s, mtbf_s)
-
-    def goodput(interval_s: float) -> float:
-        return model.daly(dataclasses.replace(COSTS, interval_s=interval_s), mtbf_s)
-
-    assert best == math.sqrt(2 * 2 * 100_000)
-    assert goodput(best) > max(goodput(best / 1.5), goodput(best * 1.5))
-    # To first order: restarts, and twice what the saves cost.
-    assert 1 - goodput(best) == pytest.approx(30 / mtbf_s + 2 * 2 / best, rel=0.05)
 
 
 def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals() -> None:
@@ -110,51 +83,6 @@ def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals(
     assert model.kept(COSTS, 61) == 0
     assert model.kept(slow, 69) == 0  # begun at 60, durable at 70
     assert model.kept(slow, 71) == 60
-
-
-def test_published_failure_rates_give_the_published_mean_times() -> None:
-    hours = {gpus: model.mtbf_s(gpus, failures_per_1000_node_days=6.5) / 3600
-             for gpus in (16384, 131072)}
-
-    assert hours[16384] == pytest.approx(1.8, rel=0.01)
-    assert hours[131072] == pytest.approx(0.23, rel=0.03)
-
-
-def test_a_difference_needs_its_quartiles_on_one_side() -> None:
-    assert claims.verdict({"q1": 1.01, "q3": 1.2}) == "faster"
-    assert claims.verdict({"q1": 0.9, "q3": 1.2}) == "no difference"
-    assert claims.verdict({"q1": 0.8, "q3": 0.9}) == "slower"
-
-
-def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
-    linear, inputs = nn.Linear(8, 4), torch.randn(16, 8)
-
-    def run() -> None:
-        out = linear(inputs)
-        (out * out).sum()  # keeps `out` twice, one storage
-
-    assert claims.kept_bytes(linear, run) == 16 * 8 * 4 + 16 * 4 * 4
-    with torch.no_grad():
-        assert claims.kept_bytes(linear, run) == 0
-
-
-def test_the_operations_of_a_step_are_counted() -> None:
-    subject = gpu.subjects(tiny=True)[-1]
-
-    trainee = gpu.Trainee(subject, ["fp32"], torch.device("cpu"))
-    trainee.step()
-
-    # Without attention: 6 operations per weight and token, of the blocks and of the output.
-    weights = 2 * 12 * 32 * 32 + 64 * 32
-    assert gpu.count_flops(trainee) >= 6 * weights * 2 * 16
-
-
-def test_kills_are_spread_over_the_whole_time() -> None:
-    draw = random.Random(0)
-    times = [kill_times(1.0, 2, draw.randrange(1 << 30)) for _ in range(2000)]
-
-    assert all(0 <= first <= second <= 2 for first, second in times)
-    assert sum(first for first, _ in times) / len(times) == pytest.approx(2 / 3, rel=0.05)
 
 
 def test_time_that_two_deaths_share_counts_once() -> None:

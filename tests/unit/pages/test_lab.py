@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -27,34 +26,8 @@ def test_each_command_is_on_the_page_and_can_be_parsed(name):
     parse_config(found[found.index("--") + 1 :])
 
 
-def test_a_step_keeps_what_earlier_ones_have_set_but_for_those_that_are_not_kept():
-    last = command("decay")
-
-    assert last.count("--clip.norm=2") == 1
-    assert "--schedule.name=one-cycle" in last
-    assert "--batch.micro-size=32" in last
-    assert not any("bf16" in flag or "inject" in flag or flag == "--clip.norm=0" for flag in last)
-
-
 def test_the_table_on_the_page_has_a_row_for_each_step():
     head, _, *rows = [line for line in PAGE.splitlines() if line.startswith("|")][-len(NAMES) - 2:]
 
     assert head.startswith("| step | test | validation |")
     assert [row.split("|")[1].strip() for row in rows] == NAMES
-
-
-def test_a_clip_value_is_chosen_that_clips_fewer_than_a_twentieth():
-    norms = [0.8] * 90 + [1.5] * 6 + [3.0] * 4
-
-    assert lab.choose(norms) == 2.0
-    assert (lab.share(norms, 1.0), lab.share(norms, 5.0)) == (0.1, 0.0)
-    assert lab.percentiles(norms)[50] == 0.8
-
-
-def test_time_is_counted_from_the_first_step_of_each_attempt(tmp_path):
-    events = [(0, "start", 0), (0, "first-step", 5), (0, "save", 9), (1, "start", 100),
-              (1, "first-step", 101), (1, "end", 104)]
-    (tmp_path / "events.jsonl").write_text("".join(
-        json.dumps({"attempt": a, "event": e, "time": t}) + "\n" for a, e, t in events))
-
-    assert lab.seconds(tmp_path) == 7

@@ -37,8 +37,7 @@ def test_failures_at_the_same_step_are_counted_from_the_newest() -> None:
 @pytest.mark.parametrize("evidence", [
     event(1, "lost-peer", failed_step=12), event(1, "death", failed_step=12, why="was killed"),
     event(1, "hang", step=12), event(1, "failure", echo=True, failed_step=12),
-    event(1, "stop", step=12, exit_code=1, error="SaveFailed"),
-])
+    event(1, "stop", step=12, exit_code=1, error="SaveFailed")])
 def test_events_of_survivors_launchers_and_watchdogs_are_evidence(evidence: dict) -> None:
     assert count(start(0), failure(0, 12), start(1), evidence) == 2
 
@@ -61,8 +60,7 @@ def test_an_attempt_that_its_launcher_outlived_counts_as_failed() -> None:
 
 @pytest.mark.parametrize("end", [
     event(1, "stop", exit_code=75), event(1, "stop", exit_code=76), event(1, "end"),
-    event(1, "refused"),
-])
+    event(1, "refused")])
 def test_a_stop_an_end_and_giving_up_reset_the_count(end: dict) -> None:
     events = [start(0), failure(0, 12), start(1), end, start(2), failure(2, 12)]
 

@@ -26,8 +26,7 @@ def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
 
 @pytest.mark.parametrize(("text", "is_import"), [
     ("No module named 'nowhere'", True),
-    ("libx.so: failed to map segment from shared object", False),
-])
+    ("libx.so: failed to map segment from shared object", False)])
 def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
     assert diagnose(raised(ImportError(text))).is_import == is_import
 

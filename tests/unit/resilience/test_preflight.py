@@ -63,8 +63,7 @@ def caused(number: int) -> Exception:
     (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on "
                   "device (28)"), "docker run --shm-size"),
     (RuntimeError("out of resource: shared memory, Required: 2, Hardware limit: 1"), ""),  # a GPU's
-    (ValueError("No space left on device"), ""),
-])
+    (ValueError("No space left on device"), "")])
 def test_an_error_at_a_limit_is_explained_with_a_remedy(error: Exception, words: str) -> None:
     assert words in remedy(error)
     assert bool(remedy(error)) == bool(words)
@@ -75,11 +74,9 @@ def test_an_error_at_a_limit_is_explained_with_a_remedy(error: Exception, words:
 @pytest.mark.parametrize(("before", "words"), [
     ("mkdir gone; cd gone; rmdir ../gone", ("the current folder is gone", "cd to another one")),
     ("touch file; export TORCHINDUCTOR_CACHE_DIR=$PWD/file/in",
-     ("TORCHINDUCTOR_CACHE_DIR is ", "unset it")),
-])
+     ("TORCHINDUCTOR_CACHE_DIR is ", "unset it"))])
 def test_nothing_starts_in_a_deleted_folder_or_if_torch_can_not_write_its_cache(
-    command: str, before: str, words: tuple[str, str], tmp_path: Path
-) -> None:
+        command: str, before: str, words: tuple[str, str], tmp_path: Path) -> None:
     script = f"{before}; exec {sys.executable} -m {command} --steps=1 --run-dir={tmp_path}/run"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200,
                           check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -20,8 +20,7 @@ print(stop.requested, stop.reason)
 
 
 @pytest.mark.parametrize(("before", "number", "told"), [
-    ("SIG_IGN", "SIGHUP", "False "), ("SIG_DFL", "SIGHUP", "True SIGHUP"),
-])  # fmt: skip
+    ("SIG_IGN", "SIGHUP", "False "), ("SIG_DFL", "SIGHUP", "True SIGHUP")])
 def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, told):
     done = subprocess.run([sys.executable, "-c", CODE.format(before=before, number=number)],
                           capture_output=True, text=True, timeout=200, check=True)
@@ -46,8 +45,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # minutes in C, where no handl
     ("stop.limit(0.2, lambda: 3)", 3),
     ("stop.limit(1e9, lambda: 3); stop.leave_when(lambda: True, lambda: 75)", 75),
     ("stop.shield(); stop.leave_when(lambda: stop.only_from(os.getpid()), lambda: 75)", 75),
-    ("os.kill(os.getpid(), signal.SIGTERM); stop.leave_when(lambda: True, lambda: 75)", 75),
-])  # fmt: skip
+    ("os.kill(os.getpid(), signal.SIGTERM); stop.leave_when(lambda: True, lambda: 75)", 75)])
 def test_a_request_counts_though_the_main_thread_is_in_c(before, code):
     done = subprocess.run([sys.executable, "-c", BUSY.format(before=before)], timeout=200,
                           check=False)
@@ -72,9 +70,7 @@ print(child.returncode, stop.only_from(os.getpid()))
 """
 
 
-@pytest.mark.parametrize(("before", "told"), [
-    ("", "-15 False\n"), ("stop.shield()", "0 True\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(("before", "told"), [("", "-15 False\n"), ("stop.shield()", "0 True\n")])
 def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, told):
     done = subprocess.run([sys.executable, "-c", SHIELDED.format(before=before)], timeout=200,
                           capture_output=True, text=True, check=True)
@@ -105,7 +101,7 @@ ADOPTED = f"""\
 
 @pytest.mark.parametrize(("first", "second"), [
     ("stop.attend()", KILLED), (ADOPTED, "stop.attend()"),
-], ids=["while-it-imports", "before-its-first-line"])  # fmt: skip
+], ids=["while-it-imports", "before-its-first-line"])
 def test_a_rank_of_torchruns_notices_that_torchrun_is_killed(first, second):
     started = subprocess.Popen([sys.executable, "-c", ORPHAN.format(first=first, second=second)],
                                env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},

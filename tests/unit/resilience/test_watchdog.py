@@ -55,7 +55,7 @@ def child():
     def start(code: str) -> int:
         process = subprocess.Popen([sys.executable, "-c", f"{code}\nprint('ready', flush=True)\n"
                                     "import time; time.sleep(600)"],
-                                   stdout=subprocess.PIPE, cwd=ROOT)  # fmt: skip
+                                   stdout=subprocess.PIPE, cwd=ROOT)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

@@ -25,15 +25,6 @@ def test_an_optimizers_state_is_known_before_it_is_allocated(settings):
     assert before == pytest.approx(memory.optimizer_mb(optimizer), rel=1e-3)
 
 
-def test_the_state_of_another_optimizer_is_known_after_an_update():
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.Adagrad(model.parameters())  # allocates its state at once
-    optimizer.state.clear()
-
-    assert memory.optimizer_mb(optimizer) is None
-    assert "optimizer" not in memory.summary_line(model, optimizer, None)
-
-
 def test_the_peak_contains_memory_that_was_in_use():
     before = memory.peak_mb()
     size = int((before + 64) * memory.MIB - resident_mb() * 1e6)

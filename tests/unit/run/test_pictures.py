@@ -48,18 +48,6 @@ def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator_or_buffer(tmp_pa
         assert np.asarray(image).tolist() == np.full((4, 6, 3), 40).tolist()
 
 
-def test_an_existing_picture_is_drawn_again_only_on_request(tmp_path):
-    calls: list[int] = []
-    taken = pictures(tmp_path, lambda m: calls.append(1) or np.zeros((2, 2, 3)), [])
-
-    taken.take(1)
-    taken.take(1, again=False)
-    taken.take(2, again=False)
-    taken.take(1)
-
-    assert len(calls) == 3
-
-
 def fail(model: nn.Module) -> np.ndarray:
     raise RuntimeError("no pen")
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.config.schema import Batch, Config, Parallel
-from trainer.data.stream_reader import known_length
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
@@ -53,8 +52,7 @@ class Made:
 
 def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
     world = World(LaunchInfo(), torch.device(device), threads=torch.get_num_threads())
-    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
-                         **sections)
+    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2), **sections)
     return prepare(config, world)
 
 
@@ -97,8 +95,7 @@ def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
 @pytest.mark.parametrize(("figures", "told"), [
     (None, "returned None; return a dict of name: function"), (["f1"], r"returned \['f1'\]"),
     ({"f1": 0.5}, "returned {'f1': 0.5}"),
-    ({"loss": lambda means, table: 0.5}, "has 'loss', but val_loss is reserved"),
-])  # fmt: skip
+    ({"loss": lambda means, table: 0.5}, "has 'loss', but val_loss is reserved")])
 def test_figures_that_are_none_are_refused_before_anything_starts(figures, told):
     class Judged(Made):
         def figures(self) -> Any:
@@ -135,8 +132,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "dataclasses": (lambda i: Pair(i, "x"), lambda i: Pair(i, "y")),
     "sets": (lambda i: {"a", "b"}, lambda i: {"a", "c"}),
     "bfloat16": (lambda i: torch.tensor(i).bfloat16(), lambda i: torch.tensor(i + 1).bfloat16()),
-    "sparse": (lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse()),
-}
+    "sparse": (lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse())}
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -173,31 +169,16 @@ class Half(nn.Linear):
         return {n: t.half() for n, t in super().state_dict(*args, **kwargs).items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Foreign(Made):
-    """Methods that other trainers call."""
-
-    def collate_fn(self, samples: Any) -> Any:
-        return samples
-
-    def configure_optimizers(self) -> Any:
-        return []
-
-    def training_step(self, batch: Any) -> Any:
-        return batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Both(Made):
-    """A helper of a known name beside what is called."""
-
-    def collate_fn(self, samples: Any) -> Any:
-        return samples
-
-    collate = collate_fn
-
-
 def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
+    class Foreign(Made):
+        def collate_fn(self, samples: Any) -> Any:
+            return samples
+
+        configure_optimizers = training_step = collate_fn
+
+    class Both(Made):  # a helper of a known name beside what is called
+        collate = collate_fn = Foreign.collate_fn
+
     told = uncalled_methods(Foreign())
 
     assert told.startswith("Foreign: collate_fn() isn't called; instead define collate(samples)")
@@ -207,36 +188,6 @@ def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
     assert uncalled_methods(Both()) == uncalled_methods(Made()) == ""
     with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
         check_task(Foreign())
-
-
-class Long(Dataset):
-    """A data set of any length."""
-
-    def __init__(self, length: Any) -> None:
-        self.length = length
-
-    def __len__(self) -> Any:
-        return self.length
-
-    def __getitem__(self, index: int) -> float:
-        return float(index)
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        yield 0.0
-
-
-class Silent(Endless):
-    def __len__(self) -> Any:
-        raise TypeError("it has none")
-
-
-@pytest.mark.parametrize(("data", "length"), [
-    (Long(20), 20), (Long(np.int64(20)), 20), (Long(torch.tensor(20)), 20), (Endless(), None),
-    (Silent(), None)])
-def test_any_whole_number_is_a_length_and_only_a_stream_may_have_none(data, length):
-    assert known_length(data) == length
 
 
 def test_data_that_are_no_data_set_are_refused():
@@ -265,8 +216,7 @@ class Extra(nn.Linear):
     (lambda: nn.Linear(2, 1, device="meta"), r"weight has no values yet"),
     (lambda: Sparse(), r"grid is sparse, and a checkpoint cannot hold it"),
     (lambda: Converting(2, 1), r"state_dict omits bias, which is trainable"),
-    (lambda: Half(2, 1), r"'weight' of the model's state_dict is a new tensor"),
-])  # fmt: skip
+    (lambda: Half(2, 1), r"'weight' of the model's state_dict is a new tensor")])
 def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
     with pytest.raises(ConfigError, match=rf"--task: .*{told}"):
         prepared(Made(net=net))
@@ -302,8 +252,7 @@ def test_sums_that_are_the_same_for_any_number_of_ranks_are_refused_on_mps():
     ({"total": torch.ones((), dtype=torch.complex64)}, "Outcome.total is () torch.complex64"),
     ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; use (sum, count)"),
     ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
-    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
-])  # fmt: skip
+    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32")])
 def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
     with pytest.raises(ConfigError) as error:
         check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from pathlib import Path
 
@@ -130,27 +129,3 @@ def test_events_of_several_processes_continue_in_a_file_that_one_of_them_restore
     assert sorted(found) == [(what, rank) for what in ("after", "before") for rank in range(3)]
     assert capsys.readouterr().err.count("another process has removed events.jsonl") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
-
-
-def test_pending_records_are_written_to_the_restored_file(tmp_path):
-    path = tmp_path / "record"
-    file = AppendFile(path)
-    file.append(b"1\n")
-    file._pending.append(b"2\n")
-    path.unlink()
-
-    assert file.restore() == "removed"
-    file.append(b"3\n")
-    file.close()
-    assert [json.loads(line) for line in path.read_text().split()] == [1, 2, 3]
-
-
-def test_a_second_close_touches_no_file_that_was_opened_since(tmp_path):
-    file = AppendFile(tmp_path / "record")
-    file.close()
-
-    with (tmp_path / "another").open("w") as another:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            file.close()
-        assert another.write("whole") == 5
-    assert (tmp_path / "another").read_text() == "whole"

@@ -61,20 +61,13 @@ def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(name, si
     torch.testing.assert_close(gradient, expected.grad, rtol=1e-6, atol=1e-7)
 
 
-# --- weights from counts
-
 def test_balanced_classes_weigh_the_same_and_the_mean_weight_is_one():
     weights = losses.balanced([10, 30, 0, 60])
 
     assert [w * n for w, n in zip(weights, [10, 30, 0, 60], strict=True)] == pytest.approx(
         [100 / 3, 100 / 3, 0, 100 / 3])
-
-
-def test_balanced_labels_give_positives_and_negatives_equal_weight():
     assert losses.balanced_positive([25, 100, 0], 100) == (3.0, 0.0, 1.0)
 
-
-# --- wrong pairings
 
 LOGITS = noise(40, 3).requires_grad_()
 LABELS = numbers(40, below=3)
@@ -82,15 +75,12 @@ YES = numbers(40, 3, below=2).float()
 
 WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
     "softmax": ("cross-entropy", (LOGITS.softmax(1), LABELS), "went through a softmax.*logits"),
-    "softmax, unsqueezed": ("cross-entropy", (LOGITS.softmax(1).double().float(), LABELS),
-                            "went through a softmax"),
     "softmax without a graph": ("cross-entropy", (LOGITS.detach().softmax(1), LABELS), "softmax"),
     "sigmoid before cross-entropy": ("cross-entropy", (LOGITS.sigmoid(), LABELS), "sigmoid"),
     "label too high": ("cross-entropy", (LOGITS, LABELS + 1), "from 1 to 3, but 3 logits"),
     "label below 0": ("cross-entropy", (LOGITS, LABELS - 1), "from -1 to 1.*ignore_index"),
     "one logit": ("cross-entropy", (LOGITS[:, :1], LABELS), "loss bce"),
     "sigmoid": ("bce", (LOGITS.sigmoid(), YES), "went through a sigmoid.*logits"),
-    "sigmoid, squeezed": ("bce", (LOGITS.sigmoid()[:, :1].squeeze(1), YES[:, 0]), "sigmoid"),
     "softmax before bce": ("bce", (LOGITS.softmax(1), YES), "softmax"),
     "class numbers": ("bce", (LOGITS[:, 0], LABELS.float()), "from 0 to 2.*cross-entropy"),
     "broadcast": ("mse", (LOGITS[:, 0], YES[:, :1]), r"unsqueeze\(1\)"),
@@ -99,8 +89,7 @@ WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
                          r"2 \* order - 1"),
     "teacher's probabilities": ("kl", (LOGITS, LOGITS.detach().softmax(1)), "softmax"),
     "teacher with a graph": ("kl", (LOGITS, LOGITS * 2), r"no_grad"),
-    "masks": ("dice+bce", (LOGITS.sigmoid()[:, :, None, None], YES[:, :, None, None]), "sigmoid"),
-}  # fmt: skip
+    "masks": ("dice+bce", (LOGITS.sigmoid()[:, :, None, None], YES[:, :, None, None]), "sigmoid")}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -109,14 +98,6 @@ def test_a_wrong_pairing_is_explained_on_the_first_batch(name):
 
     with pytest.raises(ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{message}"):
         losses.LOSSES[loss]()(*arguments)
-
-
-def test_an_empty_first_batch_is_not_checked_but_the_next_one_is():
-    loss = losses.CrossEntropy()
-    loss(LOGITS[:0], LABELS[:0])
-
-    with pytest.raises(ConfigError, match="softmax"):
-        loss(LOGITS.softmax(1), LABELS)
 
 
 def test_a_sigmoid_in_a_compiled_model_is_recognised_by_its_values():
@@ -132,16 +113,8 @@ def test_a_sigmoid_in_a_compiled_model_is_recognised_by_its_values():
     CompiledFunctionBackward.__name__ = "CompiledFunction"
     with pytest.raises(ConfigError, match="sigmoid"):
         losses.BCE()(CompiledFunctionBackward.apply(LOGITS), YES)
-
-
-def test_logits_that_happen_to_lie_between_0_and_1_are_no_sigmoid():
-    losses.BCE()(LOGITS * 0.01 + 0.5, YES)
-
-
-def test_log_probabilities_are_fine_for_cross_entropy():
-    ours = losses.CrossEntropy()(LOGITS.log_softmax(1), LABELS)[0]
-
-    torch.testing.assert_close(ours, losses.CrossEntropy()(LOGITS, LABELS)[0])
+    losses.BCE()(LOGITS * 0.01 + 0.5, YES)  # logits that happen to lie between 0 and 1
+    losses.CrossEntropy()(LOGITS.log_softmax(1), LABELS)  # as good as logits
 
 
 def test_an_unknown_name_is_refused():

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from trainer.data.batch import collate
-from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.evaluate import Evaluator
+from trainer.run.evaluate import Scores
 from trainer.run.finish import classes
-from trainer.task import Outcome
 from trainer.telemetry.classification import confusion, hits, macro, per_class
 from trainer.telemetry.metrics import LARGEST_TABLE, validation_line
 from trainer.telemetry.tensorboard import validation_scalars
@@ -65,62 +59,15 @@ def test_figures_of_each_class_are_those_of_counting(multi_label):
     assert all(v.tolist() == [1, 0] for v in per_class(torch.tensor([[3, 0], [0, 0]])).values())
 
 
-class Rule(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.squeeze(1) * 3).long()
-
-
-def evaluate(rank: int, num_ranks: int, others: list[Tensor]) -> tuple[Any, Tensor]:
-    """A rank's scores if the other ranks contribute `others` to the sum, and its contribution."""
-    own: list[Tensor] = []
-
-    def all_sum(shared: Tensor) -> Tensor:
-        if shared.numel() == 3:  # the stop flag and the metrics' names: equal on all ranks
-            return shared.mul_(num_ranks)
-        own.append(shared.clone())
-        for other in others:
-            shared += other
-        return shared
-
-    def loss(model: nn.Module, batch: Any) -> Outcome:
-        x, y = batch
-        found = model(x)
-        return Outcome((found != y).float().sum(), len(y), table=confusion(found, y, 3))
-
-    generator = torch.Generator().manual_seed(3)
-    samples = [(torch.rand(1, generator=generator), i % 3) for i in range(11)]
-    scores = Evaluator(
-        model=Rule(), loss=loss, dataset=samples, collate=collate, batch_size=4, workers=0, seed=0,
-        rank=rank, num_ranks=num_ranks, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, all_sum=all_sum, marks=ProgressMarks(), step=lambda: 1,
-        figures={"f1": macro("f1"), "twice": lambda means, table: 2 * means["loss"]},
-    )()  # fmt: skip
-    return scores, own[0]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])  # of 3 batches: with 5 some ranks have none
-def test_the_table_and_its_figures_are_the_same_for_any_number_of_ranks(num_ranks):
-    alone, _ = evaluate(0, 1, [])
-    added = [evaluate(rank, num_ranks, [])[1] for rank in range(num_ranks)]
-
-    together, _ = evaluate(0, num_ranks, added[1:])
-
-    assert alone.table.sum() == 11
-    assert together.table.tolist() == alone.table.tolist()
-    assert together.metrics == alone.metrics
-    assert alone.metrics["twice"] == 2 * alone.loss
-    assert alone.metrics["f1"] == macro("f1")({}, alone.table)
-
-
 def test_the_table_is_in_the_record_and_not_among_the_scalars():
-    scores, _ = evaluate(0, 1, [])
-
-    line = validation_line(5, scores, 0.5)
-
-    assert line["val_table"] == scores.table.long().tolist()
-    assert all(isinstance(value, float) for value in validation_scalars(line).values())
     side = math.isqrt(LARGEST_TABLE) + 1
-    large = type(scores)(loss=1.0, metrics={}, samples=1, table=torch.zeros(side, side))
+    small, large = (Scores(loss=1.0, metrics={"f1": 0.5}, samples=1, table=torch.ones(n, n))
+                    for n in (2, side))
+
+    line = validation_line(5, small, 0.5)
+
+    assert line["val_table"] == [[1, 1], [1, 1]]
+    assert all(isinstance(value, float) for value in validation_scalars(line).values())
     assert "val_table" not in validation_line(5, large, 0.5)
 
 

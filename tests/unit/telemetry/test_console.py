@@ -32,8 +32,7 @@ def test_lines_of_training_and_validation_have_the_same_columns():
     assert stream.getvalue().splitlines() == [
         "step  50/100  loss  0.5000  accuracy 0.750  lr 1.00e-03  norm 2.00  128 samples/s  "
         "ETA 0:01  restarts 2",
-        "step  50/100  loss  0.4000  accuracy 0.800  (validation; training loss 0.6000)",
-    ]
+        "step  50/100  loss  0.4000  accuracy 0.800  (validation; training loss 0.6000)"]
 
 
 def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
@@ -53,11 +52,9 @@ def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
 
 @pytest.mark.parametrize(("variables", "expected"), [
     ({}, "\x1b[33mwarning: \x1b[0mlook\n"), ({"NO_COLOR": "1"}, "warning: look\n"),
-    ({"TERM": "dumb"}, "warning: look\n"),
-])
+    ({"TERM": "dumb"}, "warning: look\n")])
 def test_a_warning_has_a_colour_on_a_terminal_unless_colours_are_off(
-    monkeypatch, variables, expected
-):
+        monkeypatch, variables, expected):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
@@ -69,13 +66,3 @@ def test_a_warning_has_a_colour_on_a_terminal_unless_colours_are_off(
 
     assert terminal.getvalue() == expected
     assert pipe.getvalue() == "warning: look\n"
-
-
-def test_only_errors_are_printed_by_ranks_other_than_0():
-    stream = io.StringIO()
-    log = Log(1, stream=stream)
-
-    log.info("all is well")
-    log.error("it broke")
-
-    assert stream.getvalue() == "[rank 1] error: it broke\n"

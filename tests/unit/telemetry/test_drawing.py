@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trainer.tasks.images import Images
 from trainer.telemetry import drawing
 
 
@@ -35,12 +34,3 @@ def test_a_confusion_matrix_is_dark_where_the_counts_are():
     assert tuple(picture[top + side, left + side]) == drawing.RIGHT  # all of the second row
     assert tuple(picture[top + side, left]) == (245, 245, 245)
     assert drawing.matrix(np.eye(100).tolist(), ()).shape == (700, 700, 3)
-
-
-def test_the_pictures_of_the_image_task_show_its_validation_images():
-    task = Images()
-
-    picture = task.picture(task.model().eval())
-
-    assert picture.dtype == np.uint8
-    assert picture.shape[2] == 3

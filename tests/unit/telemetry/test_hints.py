@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,16 +33,13 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
     (hints.check_rising_norm(GROWING, FLAT), "the gradient norm rises, from"),
     (hints.check_rising_norm(GROWING, FALLING), ""),
     (hints.check_rising_norm(STEADY, FLAT), ""),
-    (hints.check_rising_norm(GROWING[:80], FLAT[:80]), ""),
     (hints.check_clipped([8.0, 9.0, 10.0] * 20, 1.0), "9.0 times --clip.norm 1"),
-    (hints.check_clipped([2.0, 3.0, 9.0] * 20, 1.0), ""),
     (hints.check_clipped([8.0, 9.0, 10.0] * 20, 0.0), ""),
     (hints.check_batchnorm(8), "over 8 samples, fewer than 16"),
     (hints.check_batchnorm(16), ""),
     (hints.check_batchnorm(None), ""),
     (hints.check_sizes([("head", 50257), ("fc", 10), ("body", 64)], 32), "head 50257"),
     (hints.check_sizes([("body", 64)], 30), "--batch.micro-size 30"),
-    (hints.check_sizes([("fc", 10), ("body", 64)], 4), ""),
     (hints.check_idle_memory(2 << 30, 80 << 30, 8, 64), "2.0 of 80 GiB"),
     (hints.check_idle_memory(2 << 30, 80 << 30, 64, 64), ""),
     (hints.check_idle_memory(60 << 30, 80 << 30, 8, 64), ""),
@@ -53,17 +51,14 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
     (hints.check_easy_validation({"val_loss": 0.4, "val_accuracy": 0.86}, [1.0] * 9, [0.8] * 9),
      ""),
     (hints.check_easy_validation({"val_loss": 0.4}, [1.0] * 9, []), "a loss of 0.4"),
-    (hints.check_easy_validation({"val_loss": 0.8}, [1.0] * 9, []), ""),
     (hints.check_easy_validation({"val_loss": None}, [1.0] * 9, []), ""),
     (hints.check_overfitting([(1, 1, 1), (2, 0.6, 0.8), (3, 0.5, 0.9), (4, 0.3, 0.95),
                               (5, 0.1, 1.0)]), "best at step 2"),
     (hints.check_overfitting([(1, 1, 1), (2, 0.1, 0.1), (3, 0.09, 0.12), (4, 0.08, 0.12),
                               (5, 0.07, 0.13)]), ""),
-    (hints.check_overfitting([(1, 1, 1), (2, 0.9, 0.8), (3, 0.8, 0.7), (4, 0.7, 0.6)]), ""),
     (hints.check_overfitting([(1, 1, 0.5), (2, 1, 0.8), (3, 1, 0.9), (4, 1.2, 0.9)]), ""),
     (hints.check_constant_rate([1e-3] * 60), "has been 0.001 at each step"),
-    (hints.check_constant_rate([1e-3] * 60 + [9e-4]), ""),
-])  # fmt: skip
+    (hints.check_constant_rate([1e-3] * 60 + [9e-4]), "")])
 def test_a_check_returns_the_evidence_or_nothing(why, expected):
     assert expected in why if expected else why == ""
 
@@ -105,16 +100,6 @@ def test_a_hint_that_is_off_or_was_given_before_is_not_given(options):
         given.step(step(number), {"step": 1.0})
 
     assert lines(given) == []
-
-
-def test_a_restarted_run_uses_the_steps_of_earlier_attempts():
-    given = made(lines=[step(n) for n in range(1, 350)])
-
-    given.step(step(349), {})  # shown again
-    for number in range(350, 401):
-        given.step(step(number), {"step": 1.0})
-
-    assert "flat-loss" in lines(given)[0]
 
 
 def test_only_a_part_of_the_steps_of_a_long_run_is_kept():
@@ -160,8 +145,6 @@ def test_a_check_that_raises_disables_the_hints_with_a_warning():
 
 
 def test_each_hint_has_a_section_in_the_documentation():
-    from pathlib import Path
-
     page = (Path(__file__).parents[3] / "docs/hints.md").read_text()
 
     assert [line.removeprefix("## ") for line in page.splitlines()

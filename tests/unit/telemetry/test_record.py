@@ -72,11 +72,9 @@ def recorded(tmp_path: Path) -> tuple[Path, CheckpointRef]:
 @pytest.mark.parametrize(("there", "unshown"), [
     (text(1, 30), []), (text(1, 25), []), (text(1, 23), [24, 25]),
     (text(1, 23) + text(24, 24)[:-9], [24, 25]), (text(1, 20), [21, 22, 23, 24, 25]),
-    (text(1, 25) + b"\0" * 40, []),
-])  # fmt: skip
+    (text(1, 25) + b"\0" * 40, [])])
 def test_a_record_is_cut_at_the_position_and_nothing_before_it_is_read_or_written(
-    recorded: tuple[Path, CheckpointRef], there: bytes, unshown: list[int]
-) -> None:
+        recorded: tuple[Path, CheckpointRef], there: bytes, unshown: list[int]) -> None:
     path, found = recorded
     path.write_bytes(there)
     file = os.stat(path).st_ino
@@ -93,11 +91,9 @@ def test_a_record_is_cut_at_the_position_and_nothing_before_it_is_read_or_writte
 
 @pytest.mark.parametrize("there", [
     text(1, 30).replace(b'"step": 3,', b'"step": 3, "more": 1,'), text(1, 10) + text(12, 30),
-    b"\n" + text(1, 30), text(1, 30)[:-1].replace(b"0.", b"1.") + b"\n",
-])  # fmt: skip
+    b"\n" + text(1, 30), text(1, 30)[:-1].replace(b"0.", b"1.") + b"\n"])
 def test_a_record_that_does_not_fit_the_checkpoint_is_merged_with_it(
-    recorded: tuple[Path, CheckpointRef], there: bytes
-) -> None:
+        recorded: tuple[Path, CheckpointRef], there: bytes) -> None:
     path, found = recorded
     path.write_bytes(there)
     before = {line["step"]: line for line in jsonl.parse_records(there) if line["step"] <= 20}
@@ -110,8 +106,7 @@ def test_a_record_that_does_not_fit_the_checkpoint_is_merged_with_it(
 
 
 def test_a_checkpoint_of_an_older_version_is_merged_and_the_next_one_knows_its_position(
-    recorded: tuple[Path, CheckpointRef]
-) -> None:
+        recorded: tuple[Path, CheckpointRef]) -> None:
     path, found = recorded
     old = checkpoint(25, {"lines": found.state.lines})
 
@@ -128,8 +123,7 @@ def test_a_checkpoint_of_an_older_version_is_merged_and_the_next_one_knows_its_p
 
 
 def test_every_save_of_a_survivor_continues_the_record_also_after_dropped_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_PENDING", 7)
     path, ranks = tmp_path / "metrics.jsonl", [Metrics(), Metrics()]
     ranks[0].open(path, EMPTY)
@@ -155,8 +149,7 @@ def test_every_save_of_a_survivor_continues_the_record_also_after_dropped_lines(
 
 
 def test_lines_are_kept_in_memory_while_the_file_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_PENDING", 5)
     metrics = Metrics()
     metrics.open(tmp_path / "metrics.jsonl", EMPTY)

@@ -32,8 +32,7 @@ def test_nothing_is_lost_where_the_model_does_not_hold_the_run(phase, own_error)
     (Phase.TRAIN, True, False, *[Rescue.RESTORE_BUFFERS_AND_SAVE] * 2),
     (Phase.TRAIN, True, True, Rescue.LOST, Rescue.LOST),
     (Phase.EVALUATE, False, False, Rescue.SAVE, Rescue.SAVE),
-    (Phase.STOP, False, False, Rescue.SAVE, Rescue.LOST),
-])  # fmt: skip
+    (Phase.STOP, False, False, Rescue.SAVE, Rescue.LOST)])
 def test_what_may_be_saved_follows_from_the_status(phase, in_step, updating, after_death,
                                                    after_error):
     now = status(phase, in_step=in_step, updating=updating)
@@ -51,8 +50,7 @@ def test_a_stop_before_the_first_step_loses_nothing():
 @pytest.mark.parametrize(("phase", "point", "place"), [
     (Phase.TRAIN, Phase.READING, "data"), (Phase.TRAIN, Phase.OPTIMIZER, "optimizer"),
     (Phase.WARM_UP, Phase.FORWARD, "warm-up, forward"), (Phase.BUILD, Phase.START, "build"),
-    (Phase.EVALUATE, Phase.EVALUATE, "evaluate"), (Phase.FINISH, Phase.EVALUATE, "finish"),
-])  # fmt: skip
+    (Phase.EVALUATE, Phase.EVALUATE, "evaluate"), (Phase.FINISH, Phase.EVALUATE, "finish")])
 def test_a_place_has_the_most_precise_name(phase, point, place):
     now = status(phase)
     now.reach(point)

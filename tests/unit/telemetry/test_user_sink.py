@@ -6,6 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainer.telemetry.events import Log
 from trainer.telemetry.tensorboard import UserSink
 
@@ -13,13 +15,18 @@ from trainer.telemetry.tensorboard import UserSink
 class Notes:
     """Records its calls, clears their dicts, and raises in the method `fails`."""
 
-    def __init__(self, folder: Path, fails: str = "") -> None:
-        self.calls: list[Any] = [folder]
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[str] = []
         self.fails = fails
+
+    def make(self, folder: Path) -> Notes:
+        if self.fails == "make":
+            raise RuntimeError(f"no notes in {folder}")
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def note(*arguments: Any) -> None:
-            self.calls.append((name, *map(str, arguments)))
+            self.calls.append(name)
             for argument in arguments:
                 if isinstance(argument, dict):
                     argument.clear()
@@ -29,42 +36,20 @@ class Notes:
         return note
 
 
-def shown(fails: str = "") -> tuple[list[Any], str, dict[str, Any]]:
-    """Return the calls of a sink, the output of the log, and the line afterwards."""
-    output, made, line = io.StringIO(), [], {"step": 1, "loss": 0.5}
+@pytest.mark.parametrize(("fails", "calls", "output"), [
+    ("", ["step", "validation", "finish", "close"], ""),
+    ("validation", ["step", "validation"], 'raise RuntimeError("the disk of notes is full")'),
+    ("make", [], "RuntimeError: no notes in run")])
+def test_a_sink_receives_copies_until_it_raises_which_is_reported_once(fails, calls, output):
+    log, notes, line = io.StringIO(), Notes(fails), {"step": 1, "loss": 0.5}
 
-    def make(folder: Path) -> Notes:
-        made.append(Notes(folder, fails))
-        return made[0]
-
-    sink = UserSink("notes:Notes", make, Path("run"), Log(stream=output))
+    sink = UserSink("notes:Notes", notes.make, Path("run"), Log(stream=log))
     sink.step(line, {})
     sink.validation(line)
     sink.finish({}, {}, 1)
     sink.close()
-    return made[0].calls, output.getvalue(), line
 
-
-def test_a_sink_receives_every_call_and_cannot_change_a_line():
-    calls, output, line = shown()
-
-    assert [entry[0] for entry in calls[1:]] == ["step", "validation", "finish", "close"]
-    assert calls[0] == Path("run")
+    assert notes.calls == calls
     assert line == {"step": 1, "loss": 0.5}
-    assert not output
-
-
-def test_a_sink_that_raises_is_reported_once_with_its_line_of_code_and_disabled():
-    calls, output, _ = shown("validation")
-
-    assert [entry[0] for entry in calls[1:]] == ["step", "validation"]
-    assert output.count("warning: --log.sinks notes:Notes has failed") == 1
-    assert 'raise RuntimeError("the disk of notes is full")' in output
-
-
-def test_a_sink_whose_constructor_raises_is_disabled():
-    output = io.StringIO()
-
-    UserSink("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
-
-    assert "ZeroDivisionError" in output.getvalue()
+    assert output in log.getvalue()
+    assert log.getvalue().count("--log.sinks notes:Notes has failed") == bool(fails)

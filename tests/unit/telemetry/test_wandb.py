@@ -35,23 +35,18 @@ def shown(path: Path, monkeypatch, run_id: str) -> StandIn:
 
 
 def test_steps_validations_and_final_metrics_are_logged(tmp_path, monkeypatch):
-    calls = shown(tmp_path, monkeypatch, "abc").calls
+    calls, later = (shown(tmp_path, monkeypatch, run).calls for run in ("abc", "another"))
 
+    for _, options in (calls[0], later[0]):  # each start of a run uses the id of the first
+        assert (options["id"], options["resume"], options["mode"], options["dir"]) == (
+            "abc", "allow", "offline", str(tmp_path))
+    assert (tmp_path / ID).read_text() == "abc"
     assert [call[0] for call in calls] == ["init", "log", "log", "log", "summary", "finish"]
     assert [call[1] for call in calls if call[0] == "log"] == [1, 10, 10]
     assert calls[1][2]["train/loss"] == 0.5
     assert calls[1][2]["speed/samples_per_s"] == 8
     assert calls[3][2]["validation/accuracy"] == 0.8
     assert calls[3][2]["confusion"][0] == "image"
-
-
-def test_each_start_of_a_run_uses_the_id_of_the_first_start(tmp_path, monkeypatch):
-    first = shown(tmp_path, monkeypatch, "abc").calls[0][1]
-    second = shown(tmp_path, monkeypatch, "another").calls[0][1]
-
-    assert first["id"] == second["id"] == "abc" == (tmp_path / ID).read_text()
-    assert second["resume"] == "allow"
-    assert (second["mode"], second["dir"]) == ("offline", str(tmp_path))
 
 
 def test_a_run_without_wandb_installed_is_refused_with_a_remedy(monkeypatch):
