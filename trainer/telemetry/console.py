@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.telemetry.events import Log
-from trainer.telemetry.metrics import RESERVED
+from trainer.telemetry.metrics import RESERVED, Sink
 
 REFRESH_S = 0.5
 """Seconds between updates of the metrics next to the bar."""
 
 
-class Console:
+class Console(Sink):
     """Sink that shows the run as a progress bar, or as a plain line every `every` of the `total`
     steps. `start`: steps of earlier attempts; `restarts`: number of restarts of the run."""
 
@@ -52,9 +52,6 @@ class Console:
         label = self._step_label(line["step"])
         self._log.info(f"{label}  {_loss(line['val_loss'], 'nan')}  {others}" + "  " * bool(others)
                        + f"(validation; training {train})")
-
-    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        pass  # the last lines of the log have the final metrics
 
     def close(self) -> None:
         if self._bar is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from trainer.errors import listed
 from trainer.telemetry.drawing import is_matrix
 from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import Sink
 
 MOST_POINTS = 1024
 """Largest number of steps that are kept. A longer run keeps every second, then every fourth, …"""
@@ -170,7 +171,7 @@ class HintFacts:
     """Returns (largest number of bytes in use, bytes of the device), or None on a CPU."""
 
 
-class Hints:
+class Hints(Sink):
     """Sink that checks the metric lines and logs the hints.
 
     Args:
@@ -220,9 +221,6 @@ class Hints:
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         self._guarded(self._check, step)
-
-    def close(self) -> None:
-        pass
 
     def _note(self, line: dict[str, Any]) -> None:
         step, loss, norm = line["step"], line["loss"], line["grad_norm"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.storage.jsonl import (
     AppendFile,
@@ -42,7 +42,7 @@ MOST_PENDING = 4096
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
-class Sink(Protocol):
+class Sink:
     """Shows the metric lines of the run; on rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
@@ -50,6 +50,9 @@ class Sink(Protocol):
 
     def validation(self, line: dict[str, Any]) -> None:
         """Show a validation."""
+
+    def picture(self, image: Any, step: int) -> None:
+        """Show a picture (HxWx3 uint8) of a validation."""
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the settings and the final metrics of a complete run."""
@@ -225,10 +228,8 @@ class Metrics:
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
-        """Show a picture (HxWx3 uint8) of a validation in the sinks that support pictures."""
         for sink in self._sinks:
-            if hasattr(sink, "picture"):
-                sink.picture(image, step)
+            sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 from trainer.telemetry.events import Log
-from trainer.telemetry.tensorboard import UserSink
+from trainer.telemetry.tensorboard import GuardedSink
 
 
 class Notes:
     """Records its calls, clears their dicts, and raises in the method `fails`."""
 
-    def __init__(self, folder: Path, fails: str = "") -> None:
-        self.calls: list[Any] = [folder]
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[Any] = []
         self.fails = fails
 
     def __getattr__(self, name: str) -> Any:
@@ -33,11 +32,11 @@ def shown(fails: str = "") -> tuple[list[Any], str, dict[str, Any]]:
     """Return the calls of a sink, the output of the log, and the line afterwards."""
     output, made, line = io.StringIO(), [], {"step": 1, "loss": 0.5}
 
-    def make(folder: Path) -> Notes:
-        made.append(Notes(folder, fails))
+    def make() -> Notes:
+        made.append(Notes(fails))
         return made[0]
 
-    sink = UserSink("notes:Notes", make, Path("run"), Log(stream=output))
+    sink = GuardedSink("--log.sinks notes:Notes", make, Log(stream=output))
     sink.step(line, {})
     sink.validation(line)
     sink.finish({}, {}, 1)
@@ -48,8 +47,7 @@ def shown(fails: str = "") -> tuple[list[Any], str, dict[str, Any]]:
 def test_a_sink_receives_every_call_and_cannot_change_a_line():
     calls, output, line = shown()
 
-    assert [entry[0] for entry in calls[1:]] == ["step", "validation", "finish", "close"]
-    assert calls[0] == Path("run")
+    assert [entry[0] for entry in calls] == ["step", "validation", "finish", "close"]
     assert line == {"step": 1, "loss": 0.5}
     assert not output
 
@@ -57,7 +55,7 @@ def test_a_sink_receives_every_call_and_cannot_change_a_line():
 def test_a_sink_that_raises_is_reported_once_with_its_line_of_code_and_disabled():
     calls, output, _ = shown("validation")
 
-    assert [entry[0] for entry in calls[1:]] == ["step", "validation"]
+    assert [entry[0] for entry in calls] == ["step", "validation"]
     assert output.count("warning: --log.sinks notes:Notes has failed") == 1
     assert 'raise RuntimeError("the disk of notes is full")' in output
 
@@ -65,6 +63,6 @@ def test_a_sink_that_raises_is_reported_once_with_its_line_of_code_and_disabled(
 def test_a_sink_whose_constructor_raises_is_disabled():
     output = io.StringIO()
 
-    UserSink("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
+    GuardedSink("notes:Notes", lambda: 1 / 0, Log(stream=output)).step({}, {})
 
     assert "ZeroDivisionError" in output.getvalue()
