@@ -126,7 +126,9 @@ def open_metrics(
                 WandB, context.path, folder.identity.run, mode=config.log.wandb,
                 every=scalars_every, settings=compatibility.settings(config), class_names=names)
             sinks.append(GuardedSink(f"--log.wandb {config.log.wandb}", make_wandb, log))
-        sinks.append(_hints(context, setup, folder, position))
+        if "all" not in config.log.hints_off:
+            make_hints = partial(_hints, context, setup, folder, position)
+            sinks.append(GuardedSink("hints", make_hints, log))
         if config.log.graph == "on" and not position:
             _show_graph(board, context, setup)
         sinks += [GuardedSink(f"--log.sinks {name}", partial(make, context.path), log)
@@ -194,7 +196,8 @@ def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> 
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device))
-    hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
+    folder.given_hints.update(config.log.hints_off)
+    hints = Hints(context.log, facts, done=folder.given_hints,
                   lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
