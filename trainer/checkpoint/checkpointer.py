@@ -107,7 +107,7 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Saves that had to wait for the previous one."""
-        self.save_stall_s = 0.0
+        self.blocked_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self.overlap = False
         """Whether parameters may be copied during the next forward and backward."""
@@ -182,7 +182,7 @@ class Checkpointer:
             self._saved, self._kind = boundary, kind
             self._state.share()
             self._begin(kind)
-        self.save_stall_s += time.monotonic() - self._last_s
+        self.blocked_s += time.monotonic() - self._last_s
 
     def _begin(self, kind: str) -> None:
         """Copy the state and start writing it, after best weights whose save has failed."""

@@ -46,7 +46,9 @@ class Log:
         self._stream, self._clock = stream, clock
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
-        self._entered: dict[str, float] | None = _launch_phases()  # until the first step
+        # Start time of each phase until the first step; `python -m launch` gives its own.
+        self._entered: dict[str, float] | None = json.loads(
+            os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
         self._note_phase(self.status.phase)
         self.status.on_phase(self._note_phase)
         self.status.on_step(self._note_step)
@@ -57,8 +59,8 @@ class Log:
             self._entered.setdefault(phase, round(self._clock(), 6))
 
     def _note_step(self, _: int) -> None:
-        """At an attempt's first step, record when each phase before it began, the launcher's too
-        (seconds since the epoch), and the processor time of this process."""
+        """At an attempt's first step, record when each phase before it began (seconds since the
+        epoch), and the processor time of this process."""
         entered, self._entered = self._entered, None
         if entered is not None:
             self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
@@ -156,18 +158,7 @@ def writable(value: Any) -> Any:
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
-def _launch_phases() -> dict[str, float]:
-    """Start times of a restart's phases before this process began, from `python -m launch`."""
-    try:
-        phases = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
-        return {str(phase): float(at) for phase, at in phases.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
-
-
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All valid events of one or, if nodes have their own disks, several files, by time."""
-    numbers = ("time", "attempt", "rank", "step")
-    events = [record for path in paths for record in read_records(path)
-              if all(isinstance(record.get(name, 0), int | float) for name in numbers)]
+    """All events of one or, if nodes have their own disks, several files, by time."""
+    events = [record for path in paths for record in read_records(path)]
     return sorted(events, key=lambda event: event.get("time", 0.0))

@@ -110,14 +110,12 @@ def read_metrics(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRecord:
-    """How metrics.jsonl continues from a checkpoint."""
+    """How metrics.jsonl continues from a checkpoint: it is kept up to `begin`; the lines `kept`
+    follow, each once, of which an earlier attempt may not have shown the last ones, `unshown`."""
 
     begin: FileMark
-    """The file is kept up to here."""
     kept: Sequence[dict[str, Any]]
-    """The lines of the run that follow, in order, each once."""
     unshown: Sequence[dict[str, Any]]
-    """The last of these, from the first one that an earlier attempt may not have shown."""
 
     @property
     def data(self) -> bytes:
@@ -144,8 +142,6 @@ class Metrics:
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
-        self._guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._warn: Callable[[str], None] = print
 
     def continue_at(self, end: FileMark) -> None:
         """Discard the pending lines, at a start or after a rollback; the next one begins at `end`.
@@ -177,9 +173,8 @@ class Metrics:
         return {"lines": [line for line, _ in self._pending],
                 "record": dataclasses.asdict(self._begin)}
 
-    @property
-    def durable(self) -> bool:
-        """Whether all lines of this rank are in the file (false if the disk is full)."""
+    def flush(self) -> bool:
+        """Write all lines. Returns whether they are in the file (false if the disk is full)."""
         self._write()
         return self._file is None or self._file.flush()
 
@@ -190,9 +185,9 @@ class Metrics:
             self._repair()
             self._file.sync()
 
-    @property
-    def must_trim(self) -> bool:
-        """Whether there are too many pending lines, and they are durable in this rank's file."""
+    def sync_if_long(self) -> bool:
+        """Sync the file if there are too many pending lines. Returns whether they are durable now,
+        so that every rank may drop them."""
         if self._file is None or len(self._pending) < self._sync_at:
             return False
         try:
