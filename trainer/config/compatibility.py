@@ -16,16 +16,14 @@ DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeDecision:
-    """How a run may be resumed from a checkpoint."""
+    """How a run may be resumed from a checkpoint: one line for each reported or accepted change,
+    and the reasons why the run is only equivalent."""
 
     changes: tuple[str, ...] = ()
-    """One line for each reported or accepted change."""
     reasons: tuple[str, ...] = ()
-    """Why the run is only equivalent."""
 
     @property
     def label(self) -> str:
-        """exact or equivalent."""
         return "equivalent" if self.reasons else "exact"
 
     @property

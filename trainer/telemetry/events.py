@@ -159,6 +159,8 @@ def writable(value: Any) -> Any:
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All events of one or, if nodes have their own disks, several files, by time."""
-    events = [record for path in paths for record in read_records(path)]
+    """All valid events of one or, if nodes have their own disks, several files, by time."""
+    numbers = ("time", "attempt", "rank", "step")
+    events = [record for path in paths for record in read_records(path)
+              if all(isinstance(record.get(name, 0), int | float) for name in numbers)]
     return sorted(events, key=lambda event: event.get("time", 0.0))
