@@ -96,12 +96,8 @@ class Setting:
 
 
 def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """Parse a command line: recipe and flags. After `--help`, raises SystemExit(0).
-
-    Args:
-        show: whether to print the help text (on one rank only).
-        commands: names of the other commands, for the help text and for hints.
-    """
+    """Parse a command line: recipe and flags. After `--help`, which prints a text (`show`) with the
+    names of the other `commands`, raises SystemExit(0)."""
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
     task_name, arguments = split_task_argument(arguments)
@@ -144,7 +140,7 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
     named = fields.pop(_TASK_KEY, "images")
     if task_name not in (None, named):
         named, table["task"] = task_name, {}
-    task = find_task(named)
+    task = find_task(str(named))
     settings = _settings(task)
     sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values: dict[str, Any] = {}

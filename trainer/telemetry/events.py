@@ -35,10 +35,8 @@ class Log:
         level: the lowest level that is shown.
     """
 
-    def __init__(
-        self, rank: int = 0, *, status: Status | None = None, level: str = "info",
-        stream: TextIO | None = None, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int = 0, *, status: Status | None = None, level: str = "info",
+                 stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
         self.rank, self.status = rank, status or Status()
         self.attempt, self.nonce = 0, ""
         self.folder: Path | None = None  # the run folder, once events are open
@@ -113,7 +111,6 @@ class Log:
         return line
 
     def close(self) -> None:
-        """Close the event file."""
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(OSError):  # events lost by a full disk must not fail the run
@@ -138,8 +135,7 @@ class Log:
         tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
         if self._line_writer is not None:
             self._line_writer(f"{tag}{mark}{text}")
-        else:
-            # One write per line, so that the lines of several ranks don't mix.
+        else:  # one write per line, so that the lines of several ranks don't mix
             say(f"{tag}{mark}{text}\n", stream)
 
 

@@ -62,7 +62,6 @@ def check_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
 
 
 def check_clipped(norms: Sequence[float], limit: float) -> str:
-    """Compare the gradient norms of some steps with --clip.norm (0: off)."""
     if limit <= 0 or len(norms) < 50:
         return ""
     low, median, high = (statistics.quantiles(norms, n=10)[i] for i in (0, 4, 8))
@@ -144,14 +143,14 @@ def check_constant_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HintFacts:
-    """Properties of the run that the checks need; `total` and `epoch` in steps."""
+    """Properties of the run that the checks need; `total` and `epoch` in steps, `per_rank`: samples
+    of a global batch on each rank."""
 
     total: int
     epoch: int
     clip_norm: float
     micro_size: int
     per_rank: int
-    """Samples of a global batch on each rank."""
     expected_loss: float | None = None
     """First loss of an untrained model; None: from the number of classes; 0: not checked."""
     zero_gradients: Callable[[], list[str]] = list

@@ -132,8 +132,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._pending: list[tuple[dict[str, Any], bytes]] = []
-        self._begin = FileMark()
-        """Position of the first pending line in the file."""
+        self._begin = FileMark()  # position of the first pending line in the file
         self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
         self._last_step: MappedCounter | None = None
@@ -151,12 +150,8 @@ class Metrics:
     def open(self, path: Path, record: ResumedRecord, *,
              guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
              warn: Callable[[str], None] = print) -> None:
-        """Write to `path` from now on.
-
-        Args:
-            guard: context for changes of the folder; raises if a newer attempt owns it.
-            warn: called if another process has removed, replaced or cut the file.
-        """
+        """Write to `path` from now on. `guard`: context for changes of the folder, which raises if
+        a newer attempt owns it; `warn` is called if another process has damaged the file."""
         self._guard, self._warn = guard, warn
         continue_file(path, record.begin.offset, record.data)
         self._file = AppendFile(path)
@@ -286,10 +281,8 @@ class Metrics:
                 sink.step(line, timing)
 
 
-def resumed_lines(
-    begin: FileMark, on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *,
-    step: int, validated: int,
-) -> ResumedRecord:  # fmt: skip
+def resumed_lines(begin: FileMark, on_disk: Sequence[dict[str, Any]],
+                  saved: Sequence[dict[str, Any]], *, step: int, validated: int) -> ResumedRecord:
     """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
     Validations after the step `validated` are repeated."""
     written = {line_key(line): line for line in on_disk

@@ -22,16 +22,12 @@ from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.metrics import RESERVED, Sink
 
-LAYOUT = {
-    "the run": {
-        "loss": ["Multiline", ["train/loss", "validation/train_loss", "validation/loss"]],
-        "accuracy": ["Multiline", ["train/accuracy", "validation/accuracy"]],
-        "learning rate": ["Multiline", ["optimizer/lr.*"]],
-        "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
-        "samples per second": ["Multiline", ["speed/samples_per_s"]],
-        "restarts": ["Multiline", ["run/restarts"]],
-    }
-}
+CHARTS = {
+    "loss": ["train/loss", "validation/train_loss", "validation/loss"],
+    "accuracy": ["train/accuracy", "validation/accuracy"], "learning rate": ["optimizer/lr.*"],
+    "gradient norm": ["optimizer/grad_norm"], "samples per second": ["speed/samples_per_s"],
+    "restarts": ["run/restarts"],
+}  # fmt: skip
 """Charts of TensorBoard's page "custom scalars"."""
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
@@ -40,10 +36,8 @@ NORMS = 4096
 
 
 class TensorBoard(Sink):
-    """Event files for TensorBoard, one write per record.
-
-    torch's SummaryWriter has a thread and a buffer, which a forked loader worker would inherit, and
-    a full disk ends it.
+    """Event files for TensorBoard, one write per record. torch's SummaryWriter has a thread and a
+    buffer, which a forked loader worker would inherit, and a full disk ends it.
 
     Args:
         every: steps between scalars.
@@ -54,11 +48,9 @@ class TensorBoard(Sink):
         tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
     """
 
-    def __init__(
-        self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
-        norms: Iterable[float] = (), histograms_every: int = 0,
-        tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: (),
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
+                 norms: Iterable[float] = (), histograms_every: int = 0,
+                 tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
@@ -77,14 +69,14 @@ class TensorBoard(Sink):
     def introduce(self, summary: Sequence[str], restarts: int) -> None:
         """Show the startup summary and the number of restarts."""
         if self._is_new:  # TensorBoard does not drop texts of earlier attempts
-            self._event(summary=self._summary.custom_scalars(LAYOUT))
+            charts = {name: ["Multiline", tags] for name, tags in CHARTS.items()}
+            self._event(summary=self._summary.custom_scalars({"the run": charts}))
             text = "    " + "\n    ".join(summary)
             self._event(summary=self._summary.text("run", text), step=0)
         if restarts:
             self._scalars({"run/restarts": restarts}, self._first)
 
     def samples(self, images: Any) -> None:
-        """Show a grid of samples (NxCxHxW uint8)."""
         self._image("samples", images, 0, dataformats="NCHW")
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
