@@ -102,7 +102,7 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Saves that had to wait for the previous one."""
-        self.save_stall_s = 0.0
+        self.blocked_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self._state, self._world, self._log = state, world, log
         self._record, self._config, self._marks = record, config, marks or ProgressMarks()
@@ -167,7 +167,7 @@ class Checkpointer:
             self._started, self._started_kind = boundary, kind
             self._state.share()
             self._start()
-        self.save_stall_s += time.monotonic() - self._started_s
+        self.blocked_s += time.monotonic() - self._started_s
 
     def _start(self) -> None:
         """Copy the state and start writing it, after best weights whose save has failed."""

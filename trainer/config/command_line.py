@@ -73,12 +73,12 @@ its fields are the flags --task.FIELD.
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of the configuration, of one of its sections, or of the task."""
+    """A field of the configuration, of one of its sections, or of the task: by its dotted name, as
+    in config.toml."""
 
     owner: type
     field: dataclasses.Field[Any]
     name: str
-    """Dotted name, as in config.toml."""
     hint: Any
     default: Any
 
@@ -96,12 +96,8 @@ class Setting:
 
 
 def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """Parse a command line: recipe and flags. After `--help`, raises SystemExit(0).
-
-    Args:
-        show: whether to print the help text (on one rank only).
-        commands: names of the other commands, for the help text and for hints.
-    """
+    """Parse a command line: recipe and flags. After `--help`, which prints a text (`show`) with the
+    names of the other `commands`, raises SystemExit(0)."""
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
     task_name, arguments = split_task_argument(arguments)
@@ -138,21 +134,17 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
-    fields = table.pop("task", {})
-    named = fields.pop(_TASK_KEY, "images") if isinstance(fields, dict) else None
-    if not isinstance(named, str):
+    if not isinstance(fields := table.setdefault("task", {}), dict):
         raise ConfigError(f"{path}: task = {fields!r}: write a table [task], with the task's name "
                           f"as its key {_TASK_KEY}.")
+    named = fields.pop(_TASK_KEY, "images")
     if task_name not in (None, named):
-        named, fields = task_name, {}
-    task = find_task(named)
+        named, table["task"] = task_name, {}
+    task = find_task(str(named))
     settings = _settings(task)
     sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values: dict[str, Any] = {}
-    for name, value in _flatten({**table, "task": fields}, sections, path):
-        if name in values:
-            raise ConfigError(f"{path}: the key {name} is given twice, with _ and with -; remove "
-                              "one.")
+    for name, value in _flatten(table, sections, path):
         if name not in settings:
             raise ConfigError(f"{path}: unknown key {name}; {_did_you_mean(name, settings)}")
         try:
@@ -165,7 +157,7 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
 def _flatten(
     table: Mapping[str, Any], sections: set[str], path: Path, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The values of a TOML table, each with its dotted name in the spelling of the fields."""
+    """The values of a TOML table by dotted name, in the spelling of the fields."""
     for key, value in table.items():
         name = prefix + key.replace("-", "_")
         if key == _NONE_KEY and isinstance(value, list):
@@ -249,11 +241,9 @@ def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
             raise ConfigError(f"{flag}: expected a value; write one that begins with - as "
                               f"{flag}=-…")
         if len(words) > 1:
-            remedy = (f"repeat {flag} for each value, and quote a pattern, which the shell would "
-                      "expand to file names" if setting.repeatable else
-                      "quote a value that contains blanks")
-            raise ConfigError(f"{flag} {' '.join(words)}: {words[1]!r} is an excess value; "
-                              f"{remedy}.")
+            repeat = f"repeat {flag} for each value, and " if setting.repeatable else ""
+            raise ConfigError(f"{flag} {' '.join(words)}: {words[1]!r} is an excess value; {repeat}"
+                              "quote a value that has blanks or that the shell would expand.")
     every = [word for words in given for word in words]
     whole = setting.takes_several or setting.repeatable
     try:
@@ -315,7 +305,6 @@ def _configure(
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    """Create a dataclass from values by dotted name."""
     hints = typing.get_type_hints(cls)
     given = {}
     for field in init_fields(cls):
@@ -327,8 +316,7 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
 def _help_text(settings: Mapping[str, Setting], recipe: Mapping[str, Any], commands: str) -> str:
     parser = argparse.ArgumentParser(
         usage="trainer [RECIPE] [--flag value …]", add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=_HELP.format(
+        formatter_class=argparse.RawDescriptionHelpFormatter, description=_HELP.format(
             recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE, commands=commands,
             tasks=", ".join(sorted(BUILT_IN))))
     groups: dict[str, Any] = {}
@@ -463,9 +451,7 @@ def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
             return path
     near = difflib.get_close_matches(recipe, [*recipe_names(), *commands], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    if near and near[0] in commands:
-        raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
     why = ("this is no TOML file" if recipe and Path(recipe).exists() else
-           "there is no such file and no shipped recipe of this name")
+           "there is no such file, shipped recipe or command")
     raise ConfigError(f"recipe {recipe or repr(recipe)}: {why}; "
-                      f"{hint}Shipped: {', '.join(recipe_names())}.")
+                      f"{hint}Shipped recipes: {', '.join(recipe_names())}.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import flag_of
+from trainer.config.fields import SEVERAL, flag_of
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
@@ -16,16 +16,14 @@ DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeDecision:
-    """How a run may be resumed from a checkpoint."""
+    """How a run may be resumed from a checkpoint: one line for each reported or accepted change,
+    and the reasons why the run is only equivalent."""
 
     changes: tuple[str, ...] = ()
-    """One line for each reported or accepted change."""
     reasons: tuple[str, ...] = ()
-    """Why the run is only equivalent."""
 
     @property
     def label(self) -> str:
-        """exact or equivalent."""
         return "equivalent" if self.reasons else "exact"
 
     @property
@@ -40,8 +38,9 @@ def settings(config: Config[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+    if isinstance(value, SEVERAL):  # the order of a set may be another one in each process
+        ordered = value if isinstance(value, tuple | list) else sorted(value, key=repr)
+        return [_plain(item) for item in ordered]
     keep = value is None or isinstance(value, bool | int | float | str)
     return value if keep else str(value)
 
@@ -68,13 +67,13 @@ def compare_settings(
     if now.get("task") != then.get("task"):  # first, since its fields then differ too
         changes.append(_accepted(config, "task.class", "the task", then.get("task"),
                                  now.get("task")))
-    for name in [n for n in {**saved, **current} if current.get(n) != saved.get(n)]:
+    for name in {**saved, **current}:
+        old, new = saved.get(name), current.get(name)
         change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
-        if change == "must_match":
-            changes.append(_accepted(config, name, flag_of(name), saved.get(name),
-                                     current.get(name)))
-        elif change == "may_change":
-            changes.append(f"{flag_of(name)} was {saved.get(name)!r} and is {current.get(name)!r}")
+        if old != new and change == "must_match":
+            changes.append(_accepted(config, name, flag_of(name), old, new))
+        elif old != new and change == "may_change":
+            changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
     if now.get(DATA) != then.get(DATA):
         changes.append(_accepted(
             config, DATA, "the data's fingerprint", then.get(DATA), now.get(DATA), "If you changed "

@@ -65,13 +65,8 @@ class Duration:
 
 
 def setting(default: Any, change: Change, allowed: str = "", *, repeatable: bool = False) -> Any:
-    """A dataclass field of a section.
-
-    Args:
-        change: how it may change on resume.
-        allowed: range of a number, such as ">= 0 and < 1".
-        repeatable: the flag takes one value each time, which is added to those of the recipe.
-    """
+    """A field of a section: how it may `change` on resume, the range of a number (`allowed`), such
+    as ">= 0 and < 1", and whether each use of the flag adds one value to those of the recipe."""
     return dataclasses.field(default=default, metadata={
         "change": change, "allowed": allowed, "repeatable": repeatable})
 
@@ -97,10 +92,7 @@ class InvalidSetting(ConfigError):
 
 class Section:
     """Base class of configuration sections and shipped tasks: converts the values to the types of
-    their fields and checks the ranges.
-
-    Without it, `True` given from Python for an on/off setting would count as "off".
-    """
+    their fields and checks the ranges. Without it, `True` for an on/off setting would be "off"."""
 
     prefix: ClassVar[str] = ""
 

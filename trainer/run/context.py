@@ -49,7 +49,7 @@ class RunFolder:
     faults: Sequence[Fault]
     """Faults to be injected."""
     given_hints: set[str] = field(default_factory=set)
-    """Names of the hints that the run has given so far; `Hints` adds to it."""
+    """Names of the hints that are off or that the run has given; `Hints` adds to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

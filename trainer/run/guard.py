@@ -61,8 +61,8 @@ class Guard:
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
             self.lock.check_without_waiting()
-        saved = checkpoint.has_unreported_save and self.metrics.durable
-        recorded = world.is_main and self.metrics.must_trim
+        saved = checkpoint.has_unreported_save and self.metrics.flush()
+        recorded = world.is_main and self.metrics.sync_if_long()
         return (self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved,
                 recorded)
 

@@ -43,12 +43,7 @@ from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
 from trainer.telemetry.metrics import Metrics, Sink, line_key
 from trainer.telemetry.step_timing import StepTiming, resident_mb
-from trainer.telemetry.tensorboard import (
-    NORMS,
-    TensorBoard,
-    UserSink,
-    image_grid,
-)
+from trainer.telemetry.tensorboard import NORMS, GuardedSink, TensorBoard
 from trainer.telemetry.wandb import WandB
 
 
@@ -118,20 +113,26 @@ def open_metrics(
         class_names=names, norms=_norms_before(history, first),
         histograms_every=setup.steps(config.log.histograms),
         tensors=partial(_tensors, setup.model))
-    board.introduce(summary, None if position else preview(setup.task, log), log.attempt)
+    board.introduce(summary, log.attempt)
+    if not position:
+        show_samples(board, setup.task, log)
     sinks: list[Sink] = [board]
     if context.world.is_main:
         bar = sys.stderr.isatty() and config.log.level in ("debug", "info")
         sinks.append(Console(log, total=total, every=every, start=position, bar=bar,
                              restarts=log.attempt))
         if config.log.wandb != "off":
-            sinks.append(WandB(context.path, folder.identity.run, log, mode=config.log.wandb,
-                               every=scalars_every, settings=compatibility.settings(config),
-                               class_names=names))
-        sinks.append(_hints(context, setup, folder, position))
+            make_wandb = partial(
+                WandB, context.path, folder.identity.run, mode=config.log.wandb,
+                every=scalars_every, settings=compatibility.settings(config), class_names=names)
+            sinks.append(GuardedSink(f"--log.wandb {config.log.wandb}", make_wandb, log))
+        if "all" not in config.log.hints_off:
+            make_hints = partial(_hints, context, setup, folder, position)
+            sinks.append(GuardedSink("hints", make_hints, log))
         if config.log.graph == "on" and not position:
             _show_graph(board, context, setup)
-        sinks += [UserSink(name, make, context.path, log) for name, make in setup.sinks.items()]
+        sinks += [GuardedSink(f"--log.sinks {name}", partial(make, context.path), log)
+                  for name, make in setup.sinks.items()]
     metrics.show_in(sinks, unshown)
 
 
@@ -195,7 +196,8 @@ def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> 
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device))
-    hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
+    folder.given_hints.update(config.log.hints_off)
+    hints = Hints(context.log, facts, done=folder.given_hints,
                   lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
@@ -266,11 +268,11 @@ def _show_graph(board: TensorBoard, context: Context, setup: Setup) -> None:
         context.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 
 
-def preview(task: Any, log: Log) -> Any:
-    """Return some samples of the task as one image. A failure is only a warning."""
+def show_samples(board: TensorBoard, task: Any, log: Log) -> None:
+    """Show some samples of the task in TensorBoard. A failure is only a warning."""
     try:
-        return image_grid(task.preview(32)) if hasattr(task, "preview") else None
+        if hasattr(task, "preview"):
+            board.samples(task.preview(32))
     except Exception as error:
         log.warning(f"no picture of samples: the task's preview(32), uint8 N×C×H×W: "
                     f"{type(error).__name__}: {error}")
-        return None

@@ -43,11 +43,11 @@ class Record:
     pictures: Pictures | None
     """Set on rank 0 if the task draws pictures."""
 
-    def step(self, result: StepResult, *, waited_s: float, save_stall_s: float) -> None:
+    def step(self, result: StepResult, *, waited_s: float, blocked_s: float) -> None:
         """Record a step, with the seconds that this rank has waited for data so far, and those for
         which saves have blocked the training so far."""
         times = self.metrics.step(result, waited_s=waited_s)
-        self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=save_stall_s)
+        self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=blocked_s)
 
     def draw(self, step: int, *, again: bool = True) -> None:
         """Draw the picture of a step, if the task has one (`again`: even if the file exists)."""

@@ -7,20 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.telemetry.events import Log
-from trainer.telemetry.metrics import RESERVED
+from trainer.telemetry.metrics import RESERVED, Sink
 
 REFRESH_S = 0.5
 """Seconds between updates of the metrics next to the bar."""
 
 
-class Console:
+class Console(Sink):
     """Sink that shows the run as a progress bar, or as a plain line every `every` of the `total`
     steps. `start`: steps of earlier attempts; `restarts`: number of restarts of the run."""
 
-    def __init__(
-        self, log: Log, *, total: int, every: int, start: int, bar: bool, restarts: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, log: Log, *, total: int, every: int, start: int, bar: bool,
+                 restarts: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._total, self._every, self._clock = log, total, every, clock
         self._start, self._bar = start, None
         self._began = self._shown_s = clock()
@@ -36,7 +34,10 @@ class Console:
         if not timing:
             return  # a step of an earlier attempt
         if self._bar is not None:
-            self._refresh(self._bar, line, timing)
+            if self._clock() - self._shown_s >= REFRESH_S or step == self._total:
+                self._shown_s = self._clock()
+                self._bar.set_postfix_str(_columns(line, timing) + self._tail, refresh=False)
+            self._bar.update(1)
         elif not step % self._every or step == self._total:
             done = max(1, step - self._start)
             left_s = (self._clock() - self._began) / done * (self._total - step)
@@ -49,24 +50,14 @@ class Console:
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
         train = _loss(line["train_loss"], "none").replace("  ", " ")
-        label = self._step_label(line["step"])
-        self._log.info(f"{label}  {_loss(line['val_loss'], 'nan')}  {others}" + "  " * bool(others)
-                       + f"(validation; training {train})")
-
-    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        pass  # the last lines of the log have the final metrics
+        parts = [self._step_label(line["step"]), _loss(line["val_loss"], "nan"), others,
+                 f"(validation; training {train})"]
+        self._log.info("  ".join(filter(None, parts)))
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._log.write_lines_by(None)
-
-    def _refresh(self, bar: Any, line: dict[str, Any], timing: dict[str, float]) -> None:
-        now = self._clock()
-        if now - self._shown_s >= REFRESH_S or line["step"] == self._total:
-            self._shown_s = now
-            bar.set_postfix_str(_columns(line, timing) + self._tail, refresh=False)
-        bar.update(1)
 
     def _step_label(self, step: int) -> str:
         return f"step {step:>{len(str(self._total))}}/{self._total}"

@@ -35,10 +35,8 @@ class Log:
         level: the lowest level that is shown.
     """
 
-    def __init__(
-        self, rank: int = 0, *, status: Status | None = None, level: str = "info",
-        stream: TextIO | None = None, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    def __init__(self, rank: int = 0, *, status: Status | None = None, level: str = "info",
+                 stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
         self.rank, self.status = rank, status or Status()
         self.attempt, self.nonce = 0, ""
         self.folder: Path | None = None  # the run folder, once events are open
@@ -46,7 +44,9 @@ class Log:
         self._stream, self._clock = stream, clock
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
-        self._entered: dict[str, float] | None = _launch_phases()  # until the first step
+        # Start time of each phase until the first step; `python -m launch` gives its own.
+        self._entered: dict[str, float] | None = json.loads(
+            os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
         self._note_phase(self.status.phase)
         self.status.on_phase(self._note_phase)
         self.status.on_step(self._note_step)
@@ -57,8 +57,8 @@ class Log:
             self._entered.setdefault(phase, round(self._clock(), 6))
 
     def _note_step(self, _: int) -> None:
-        """At an attempt's first step, record when each phase before it began, the launcher's too
-        (seconds since the epoch), and the processor time of this process."""
+        """At an attempt's first step, record when each phase before it began (seconds since the
+        epoch), and the processor time of this process."""
         entered, self._entered = self._entered, None
         if entered is not None:
             self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
@@ -111,7 +111,6 @@ class Log:
         return line
 
     def close(self) -> None:
-        """Close the event file."""
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(OSError):  # events lost by a full disk must not fail the run
@@ -136,8 +135,7 @@ class Log:
         tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
         if self._line_writer is not None:
             self._line_writer(f"{tag}{mark}{text}")
-        else:
-            # One write per line, so that the lines of several ranks don't mix.
+        else:  # one write per line, so that the lines of several ranks don't mix
             say(f"{tag}{mark}{text}\n", stream)
 
 
@@ -154,15 +152,6 @@ def writable(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
-
-
-def _launch_phases() -> dict[str, float]:
-    """Start times of a restart's phases before this process began, from `python -m launch`."""
-    try:
-        phases = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
-        return {str(phase): float(at) for phase, at in phases.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:

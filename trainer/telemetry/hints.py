@@ -6,7 +6,6 @@ docs/hints.md describes each hint and its remedy.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from trainer.errors import listed
 from trainer.telemetry.drawing import is_matrix
 from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import Sink
 
 MOST_POINTS = 1024
 """Largest number of steps that are kept. A longer run keeps every second, then every fourth, …"""
@@ -27,7 +27,6 @@ MIN_BATCHNORM_SAMPLES = 16
 
 
 def check_first_loss(measured: float, expected: float) -> str:
-    """Compare the loss of the first step with that of an untrained model."""
     if expected <= 0 or 0.5 <= measured / expected <= 2:
         return ""
     return (f"the first loss is {measured:.4g}; an untrained model has {expected:.4g} "
@@ -49,7 +48,6 @@ def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
 
 
 def check_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
-    """Check whether the gradient norm rises fourfold while the loss of these steps doesn't fall."""
     start = len(norms) // 10
     part = (len(norms) - start) // 4
     if part < 25:
@@ -57,15 +55,13 @@ def check_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
     quarters = [slice(start + i * part, start + (i + 1) * part) for i in range(4)]
     medians = [statistics.median(norms[quarter]) for quarter in quarters]
     before, now = (statistics.median(losses[quarters[i]]) for i in (0, 3))
-    rises = all(a < b for a, b in itertools.pairwise(medians))
-    if not rises or medians[3] < 4 * medians[0] or now < 0.9 * before:
+    if medians != sorted(set(medians)) or medians[3] < 4 * medians[0] or now < 0.9 * before:
         return ""
     return (f"the gradient norm rises, from {medians[0]:.3g} to {medians[3]:.3g} (medians of "
             f"quarters), and the loss doesn't fall ({before:.4g}, {now:.4g})")
 
 
 def check_clipped(norms: Sequence[float], limit: float) -> str:
-    """Compare the gradient norms of the last half of the steps with --clip.norm (0: off)."""
     if limit <= 0 or len(norms) < 50:
         return ""
     low, median, high = (statistics.quantiles(norms, n=10)[i] for i in (0, 4, 8))
@@ -77,7 +73,6 @@ def check_clipped(norms: Sequence[float], limit: float) -> str:
 
 
 def check_batchnorm(samples: int | None) -> str:
-    """Check over how many samples a BatchNorm computes its statistics."""
     if samples is None or samples >= MIN_BATCHNORM_SAMPLES:
         return ""
     return (f"each BatchNorm computes its statistics over {samples} samples, fewer than "
@@ -89,9 +84,7 @@ def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
     odd = [f"{name} {width}" for name, width in widths if width >= 64 and width % 8]
     if micro_size > 8 and micro_size % 8:
         odd.append(f"--batch.micro-size {micro_size}")
-    if not odd:
-        return ""
-    return f"not multiples of 8, which makes matrix units slow: {listed(odd)}"
+    return f"not multiples of 8, which makes matrix units slow: {listed(odd)}" if odd else ""
 
 
 def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
@@ -103,13 +96,12 @@ def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> 
 
 
 def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
-    """Check for gradients that stay exactly zero, by their names at each check so far."""
+    """Check for gradients that stay exactly zero, by the names of these at each check so far."""
     if len(looks) < DEAD_LOOKS:
         return ""
     dead = [name for name in looks[-1] if all(name in look for look in looks[-DEAD_LOOKS:])]
-    if not dead:
-        return ""
-    return f"the gradient of {listed(dead)} was exactly zero at {DEAD_LOOKS} consecutive checks"
+    why = f"the gradient of {listed(dead)} was exactly zero at {DEAD_LOOKS} consecutive checks"
+    return why if dead else ""
 
 
 def check_easy_validation(
@@ -120,15 +112,13 @@ def check_easy_validation(
         return ""
     if len(accuracies) >= 8 and line.get("val_accuracy") is not None:
         train, validated = statistics.fmean(accuracies), line["val_accuracy"]
-        if 1 - validated > 0.5 * (1 - train) or validated - train < 0.1:
-            return ""
-        return (f"in the first epoch validation has an accuracy of {validated:.3f}, and the "
-                f"training steps before it {train:.3f}")
-    trained, validated = statistics.median(losses), line["val_loss"]
-    if trained <= 0 or validated > 0.5 * trained:
-        return ""
-    return (f"in the first epoch validation has a loss of {validated:.4g}, and the training "
-            f"steps before it {trained:.4g}")
+        is_easy = 1 - validated <= 0.5 * (1 - train) and validated - train >= 0.1
+        figures = f"an accuracy of {validated:.3f}, and the training steps before it {train:.3f}"
+    else:
+        train, validated = statistics.median(losses), line["val_loss"]
+        is_easy = train > 0 and validated <= 0.5 * train
+        figures = f"a loss of {validated:.4g}, and the training steps before it {train:.4g}"
+    return f"in the first epoch validation has {figures}" if is_easy else ""
 
 
 def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
@@ -146,7 +136,6 @@ def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
 
 
 def check_constant_rate(rates: Sequence[float]) -> str:
-    """Check whether the learning rate is constant."""
     if len(rates) < 50 or min(rates) != max(rates):
         return ""
     return f"the learning rate has been {rates[0]:.3g} at each step: it has no warm-up and no decay"
@@ -154,14 +143,14 @@ def check_constant_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HintFacts:
-    """Properties of the run that the checks need; `total` and `epoch` in steps."""
+    """Properties of the run that the checks need; `total` and `epoch` in steps, `per_rank`: samples
+    of a global batch on each rank."""
 
     total: int
     epoch: int
     clip_norm: float
     micro_size: int
     per_rank: int
-    """Samples of a global batch on each rank."""
     expected_loss: float | None = None
     """First loss of an untrained model; None: from the number of classes; 0: not checked."""
     zero_gradients: Callable[[], list[str]] = list
@@ -170,19 +159,17 @@ class HintFacts:
     """Returns (largest number of bytes in use, bytes of the device), or None on a CPU."""
 
 
-class Hints:
+class Hints(Sink):
     """Sink that checks the metric lines and logs the hints.
 
     Args:
-        off: names of the hints that are off, or "all".
-        given: names of the hints logged so far; new ones are added.
+        done: names of the hints that are off or logged already; new ones are added.
         lines: metric lines so far: all, or some that are evenly spaced.
     """
 
-    def __init__(self, log: Log, facts: HintFacts, *, off: Iterable[str] = (),
-                 given: set[str] | None = None, lines: Iterable[dict[str, Any]] = ()) -> None:
-        self._log, self._facts, self._off = log, facts, {*off}
-        self._given = set() if given is None else given
+    def __init__(self, log: Log, facts: HintFacts, *, done: set[str],
+                 lines: Iterable[dict[str, Any]] = ()) -> None:
+        self._log, self._facts, self._done = log, facts, done
         self._every = max(50, facts.total // LOOKS)
         self._stride = 1
         self._points: list[tuple[int, float, float, float, float | None]] = []
@@ -196,33 +183,26 @@ class Hints:
             self._stride = max(self._stride, 1 << max(0, distance.bit_length() - 1))
 
     def emit(self, name: str, why: str) -> None:
-        """Log a hint with its evidence, unless that is empty or the hint is off or given."""
-        if not why or self._is_done(name):
-            return
-        self._given.add(name)
-        self._log.event("hint", hint=name, why=why)
-        self._log.info(f"hint: {why} (docs/hints.md#{name}; --log.hints-off {name})")
-
-    def _is_done(self, name: str) -> bool:
-        return bool({name, "all"} & self._off) or name in self._given
+        """Log a hint with its evidence, unless that is empty or the hint is done."""
+        if why and name not in self._done:
+            self._done.add(name)
+            self._log.event("hint", hint=name, why=why)
+            self._log.info(f"hint: {why} (docs/hints.md#{name}; --log.hints-off {name})")
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if not timing:
             return  # a step of an earlier attempt, which is in `lines`
         self._note(line)
         if not line["step"] % self._every:
-            self._guarded(self._check, line["step"])
+            self._check(line["step"])
 
     def validation(self, line: dict[str, Any]) -> None:
         if not self._validations or line["step"] > self._validations[-1][0]:
             self._note_validation(line)
-            self._guarded(self._check_validation, line)
+            self._check_validation(line)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        self._guarded(self._check, step)
-
-    def close(self) -> None:
-        pass
+        self._check(step)
 
     def _note(self, line: dict[str, Any]) -> None:
         step, loss, norm = line["step"], line["loss"], line["grad_norm"]
@@ -240,16 +220,6 @@ class Hints:
         if train is not None and loss is not None:
             self._validations.append((line["step"], train, loss))
 
-    def _guarded(self, check: Callable[[Any], None], argument: Any) -> None:
-        """Call a check. Nothing depends on a hint, so its error must not end the run."""
-        if "all" in self._off:
-            return
-        try:
-            check(argument)
-        except Exception as error:
-            self._off.add("all")
-            self._log.warning(f"no more hints: {type(error).__name__}: {error}")
-
     def _check(self, step: int) -> None:
         facts, points = self._facts, self._points
         losses, norms = [p[1] for p in points], [p[2] for p in points]
@@ -261,9 +231,9 @@ class Hints:
             self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
             self.emit("constant-rate", check_constant_rate([p[3] for p in points]))
-        if not self._is_done("idle-memory") and (memory := facts.memory()) is not None:
+        if "idle-memory" not in self._done and (memory := facts.memory()) is not None:
             self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
-        if not self._is_done("dead-gradient"):
+        if "dead-gradient" not in self._done:
             self._looks = [*self._looks, facts.zero_gradients()][-DEAD_LOOKS:]
             self.emit("dead-gradient", check_dead_gradients(self._looks))
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.storage.jsonl import (
     AppendFile,
@@ -42,7 +42,7 @@ MOST_PENDING = 4096
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
-class Sink(Protocol):
+class Sink:
     """Shows the metric lines of the run; on rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
@@ -50,6 +50,9 @@ class Sink(Protocol):
 
     def validation(self, line: dict[str, Any]) -> None:
         """Show a validation."""
+
+    def picture(self, image: Any, step: int) -> None:
+        """Show a picture (HxWx3 uint8) of a validation."""
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the settings and the final metrics of a complete run."""
@@ -107,14 +110,12 @@ def read_metrics(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedRecord:
-    """How metrics.jsonl continues from a checkpoint."""
+    """How metrics.jsonl continues from a checkpoint: it is kept up to `begin`; the lines `kept`
+    follow, each once, of which an earlier attempt may not have shown the last ones, `unshown`."""
 
     begin: FileMark
-    """The file is kept up to here."""
     kept: Sequence[dict[str, Any]]
-    """The lines of the run that follow, in order, each once."""
     unshown: Sequence[dict[str, Any]]
-    """The last of these, from the first one that an earlier attempt may not have shown."""
 
     @property
     def data(self) -> bytes:
@@ -131,8 +132,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._pending: list[tuple[dict[str, Any], bytes]] = []
-        self._begin = FileMark()
-        """Position of the first pending line in the file."""
+        self._begin = FileMark()  # position of the first pending line in the file
         self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
         self._last_step: CounterFile | None = None
@@ -141,8 +141,6 @@ class Metrics:
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
-        self._guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._warn: Callable[[str], None] = print
 
     def continue_at(self, end: FileMark) -> None:
         """Discard the pending lines, at a start or after a rollback; the next one begins at `end`.
@@ -152,12 +150,8 @@ class Metrics:
     def open(self, path: Path, record: ResumedRecord, *,
              guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
              warn: Callable[[str], None] = print) -> None:
-        """Write to `path` from now on.
-
-        Args:
-            guard: context for changes of the folder; raises if a newer attempt owns it.
-            warn: called if another process has removed, replaced or cut the file.
-        """
+        """Write to `path` from now on. `guard`: context for changes of the folder, which raises if
+        a newer attempt owns it; `warn` is called if another process has damaged the file."""
         self._guard, self._warn = guard, warn
         continue_file(path, record.begin.offset, record.data)
         self._file = AppendFile(path)
@@ -174,9 +168,8 @@ class Metrics:
         return {"lines": [line for line, _ in self._pending],
                 "record": dataclasses.asdict(self._begin)}
 
-    @property
-    def durable(self) -> bool:
-        """Whether all lines of this rank are in the file (false if the disk is full)."""
+    def flush(self) -> bool:
+        """Write all lines. Returns whether they are in the file (false if the disk is full)."""
         self._write()
         return self._file is None or self._file.flush()
 
@@ -187,9 +180,9 @@ class Metrics:
             self._repair()
             self._file.sync()
 
-    @property
-    def must_trim(self) -> bool:
-        """Whether there are too many pending lines, and they are durable in this rank's file."""
+    def sync_if_long(self) -> bool:
+        """Sync the file if there are too many pending lines. Returns whether they are durable now,
+        so that every rank may drop them."""
         if self._file is None or len(self._pending) < self._sync_at:
             return False
         try:
@@ -225,10 +218,8 @@ class Metrics:
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
-        """Show a picture (HxWx3 uint8) of a validation in the sinks that support pictures."""
         for sink in self._sinks:
-            if hasattr(sink, "picture"):
-                sink.picture(image, step)
+            sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:
@@ -290,10 +281,8 @@ class Metrics:
                 sink.step(line, timing)
 
 
-def resumed_lines(
-    begin: FileMark, on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *,
-    step: int, validated: int,
-) -> ResumedRecord:  # fmt: skip
+def resumed_lines(begin: FileMark, on_disk: Sequence[dict[str, Any]],
+                  saved: Sequence[dict[str, Any]], *, step: int, validated: int) -> ResumedRecord:
     """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
     Validations after the step `validated` are repeated."""
     written = {line_key(line): line for line in on_disk

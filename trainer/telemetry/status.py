@@ -43,17 +43,17 @@ AT_STAKE = frozenset((Phase.TRAIN, Phase.EVALUATE, Phase.STOP))
 
 
 class Status:
-    """What a rank is doing. The parts of a run update it; the log and the watchdog read it."""
+    """What a rank is doing: the parts of a run update it, the log and the watchdog read it."""
 
     def __init__(self) -> None:
         self.phase = self.point = Phase.START
         self.step = 0
         """The last completed step."""
         self.in_step = False
-        """A step has begun and is not complete: buffers may be ahead of the parameters, and the
-        copies of the buffers are those of the last step boundary."""
+        """The forwards of a step have begun and it is not complete: buffers may be ahead of the
+        parameters, and the copies of the buffers are those of the last step boundary."""
         self.updating = False
-        """Parameters and optimizer state may be in the middle of an update."""
+        """Parameters, optimizer state and progress may be in the middle of an update."""
         self._on_phase: list[Callable[[Phase], None]] = []
         self._on_step: list[Callable[[int], None]] = []
 
@@ -84,11 +84,9 @@ class Status:
             observer(step)
 
     def begin_step(self) -> None:
-        """The copies of the buffers are complete, and the forwards of a step begin."""
         self.in_step = True
 
     def begin_update(self) -> None:
-        """Parameters, optimizer state and progress begin to change."""
         self.updating = True
 
     def end_step(self) -> None:
@@ -106,11 +104,9 @@ class Status:
         point = Phase.DATA if self.point is Phase.READING else self.point
         if self.phase is Phase.TRAIN:
             return point.value
-        inside = self.phase is Phase.WARM_UP and point in _STEP_POINTS
+        in_step = point in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+        inside = self.phase is Phase.WARM_UP and in_step
         return f"{self.phase.value}, {point.value}" if inside else self.phase.value
-
-
-_STEP_POINTS = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
 
 
 class Rescue(Enum):

@@ -29,9 +29,12 @@ def quiet_broken_pipe() -> Iterator[None]:
         if not any(map(_has_no_reader, (sys.stdout, sys.stderr))):
             raise  # of another pipe, so it is an ordinary error
         raise SystemExit(EXIT_PIPE) from None
-    finally:
+    finally:  # flush, so that the interpreter does not report a broken pipe when it exits
         for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fill_descriptors() -> None:
@@ -44,8 +47,7 @@ def fill_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, number in OUTPUTS:
         if getattr(sys, name) is None:
-            setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False),
-                                                line_buffering=True))
+            setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
 
 
 def ignore_output_errors() -> None:
@@ -57,7 +59,7 @@ def ignore_output_errors() -> None:
         with contextlib.suppress(OSError):
             old.flush()
         binary = io.BufferedWriter(_LossyFile(number, "w", closefd=False))
-        setattr(sys, name, _UnclosableStream(binary, old.encoding, old.errors, line_buffering=True))
+        setattr(sys, name, io.TextIOWrapper(binary, old.encoding, old.errors, line_buffering=True))
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -66,13 +68,6 @@ def say(text: str, stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
         stream.write(text)
         stream.flush()
-
-
-class _UnclosableStream(io.TextIOWrapper):
-    """A stream that stays open when a task or a library closes it."""
-
-    def close(self) -> None:
-        self.flush()
 
 
 class _LossyFile(io.FileIO):
@@ -89,13 +84,3 @@ def _has_no_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _flush(stream: TextIO) -> None:
-    """Flush now, so that the interpreter does not report a broken pipe when it exits."""
-    try:
-        stream.flush()
-    except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)

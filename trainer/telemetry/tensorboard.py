@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import platform
 import time
@@ -19,17 +20,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
+from trainer.telemetry.metrics import RESERVED, Sink
 
-LAYOUT = {
-    "the run": {
-        "loss": ["Multiline", ["train/loss", "validation/train_loss", "validation/loss"]],
-        "accuracy": ["Multiline", ["train/accuracy", "validation/accuracy"]],
-        "learning rate": ["Multiline", ["optimizer/lr.*"]],
-        "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
-        "samples per second": ["Multiline", ["speed/samples_per_s"]],
-        "restarts": ["Multiline", ["run/restarts"]],
-    }
-}
+CHARTS = {
+    "loss": ["train/loss", "validation/train_loss", "validation/loss"],
+    "accuracy": ["train/accuracy", "validation/accuracy"], "learning rate": ["optimizer/lr.*"],
+    "gradient norm": ["optimizer/grad_norm"], "samples per second": ["speed/samples_per_s"],
+    "restarts": ["run/restarts"],
+}  # fmt: skip
 """Charts of TensorBoard's page "custom scalars"."""
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
@@ -37,11 +35,9 @@ NORMS = 4096
 """Number of gradient norms, the last ones before a validation, that its histogram shows."""
 
 
-class TensorBoard:
-    """Event files for TensorBoard, written record by record.
-
-    torch's SummaryWriter has a thread and a buffer, which a forked loader worker would inherit, and
-    a full disk ends it.
+class TensorBoard(Sink):
+    """Event files for TensorBoard, one write per record. torch's SummaryWriter has a thread and a
+    buffer, which a forked loader worker would inherit, and a full disk ends it.
 
     Args:
         every: steps between scalars.
@@ -52,37 +48,36 @@ class TensorBoard:
         tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
     """
 
-    def __init__(
-        self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
-        norms: Iterable[float] = (), histograms_every: int = 0,
-        tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: (),
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
+                 norms: Iterable[float] = (), histograms_every: int = 0,
+                 tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
-        self._summary, self._every, self._first = summary, every, first
+        self._summary, self._record_writer = summary, RecordWriter
+        self._every, self._first = every, first
         self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
         self._histograms_every, self._tensors = histograms_every, tensors
         folder.mkdir(exist_ok=True)
         self._is_new = not any(folder.iterdir())
         # TensorBoard reads event files in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-        self._file = _Records(AppendFile(folder / name))
-        self._writer = RecordWriter(self._file)
+        self._file = AppendFile(folder / name)
         self._event(file_version="brain.Event:2")
         self._event(session_log=SessionLog(status=SessionLog.START), step=first)
 
-    def introduce(self, summary: Sequence[str], images: Any, restarts: int) -> None:
-        """Show the startup summary, some samples (one uint8 image CxHxW, or None) and the number of
-        restarts."""
+    def introduce(self, summary: Sequence[str], restarts: int) -> None:
+        """Show the startup summary and the number of restarts."""
         if self._is_new:  # TensorBoard does not drop texts of earlier attempts
-            self._event(summary=self._summary.custom_scalars(LAYOUT))
+            charts = {name: ["Multiline", tags] for name, tags in CHARTS.items()}
+            self._event(summary=self._summary.custom_scalars({"the run": charts}))
             text = "    " + "\n    ".join(summary)
             self._event(summary=self._summary.text("run", text), step=0)
-        if images is not None:
-            self._image("samples", images, 0, dataformats="CHW")
         if restarts:
             self._scalars({"run/restarts": restarts}, self._first)
+
+    def samples(self, images: Any) -> None:
+        self._image("samples", images, 0, dataformats="NCHW")
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
@@ -91,13 +86,8 @@ class TensorBoard:
         if self._histograms_every and timing and step % self._histograms_every == 0:
             for tag, values in self._tensors():
                 self._histogram(tag, values, step)
-        if step % self._every and step != 1:
-            return
-        tags = train_scalars(line)
-        if timing:
-            tags["speed/samples_per_s"] = line["samples"] / timing["step"]
-            tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
-        self._scalars(tags, step)
+        if step == 1 or not step % self._every:
+            self._scalars(train_scalars(line, timing), step)
 
     def validation(self, line: dict[str, Any]) -> None:
         step, table = line["step"], line.get("val_table")
@@ -122,7 +112,8 @@ class TensorBoard:
         self._scalars(figures, step)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a later attempt writes the missing lines
+            self._file.close()
 
     def _scalars(self, tags: Mapping[str, float], step: int) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
@@ -136,37 +127,22 @@ class TensorBoard:
         self._event(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
 
     def _event(self, **fields: Any) -> None:
+        record = io.BytesIO()
         event = Event(wall_time=time.time(), **fields)
-        self._writer.write(event.SerializeToString())
-        self._file.flush()
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
 
-class _Records:
-    """File object for TensorBoard's record writer that appends each record in one write."""
-
-    def __init__(self, file: AppendFile) -> None:
-        self._file, self._parts = file, b""
-
-    def write(self, data: bytes) -> None:
-        self._parts += data
-
-    def flush(self) -> None:
-        record, self._parts = self._parts, b""
-        self._file.append(record)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # a later attempt writes the missing lines
-            self._file.close()
-
-
-def train_scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Tag → value for the line of a training step."""
-    others = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
-    tags = {f"train/{k}": v for k, v in line.items() if k not in others}
-    tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"]}
+def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:
+    """Tag → value for a training step: its line, and the seconds of this rank if they are known."""
+    tags = {f"train/{k}": v for k, v in line.items()
+            if k in ("loss", "replaced") or k not in RESERVED}
+    tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"],
+             "optimizer/loss_scale": line.get("scale")}
     tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
-    if "scale" in line:
-        tags["optimizer/loss_scale"] = line["scale"]
+    if timing:
+        tags["speed/samples_per_s"] = line["samples"] / timing["step"]
+        tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
     return {k: v for k, v in tags.items() if v is not None}
 
 
@@ -178,13 +154,13 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in tags.items() if v is not None}
 
 
-class UserSink:
-    """Passes copies of the lines to a user's sink (`make(folder)`, `name` is its import path); an
-    exception disables it with a warning."""
+class GuardedSink(Sink):
+    """Passes copies of the lines to the sink that `make` creates; an exception in it disables it
+    with a warning. `flag` is its name in the warning."""
 
-    def __init__(self, name: str, make: Callable[[Path], Any], folder: Path, log: Log) -> None:
-        self._name, self._log, self._sink = name, log, None
-        self._sink = self._try(make, folder)
+    def __init__(self, flag: str, make: Callable[[], Any], log: Log) -> None:
+        self._flag, self._log, self._sink = flag, log, None
+        self._sink = self._try(make)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         self._call("step", dict(line), timing)
@@ -206,21 +182,11 @@ class UserSink:
         if self._sink is not None:
             self._try(lambda: getattr(self._sink, method)(*arguments))
 
-    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _try(self, function: Callable[[], Any]) -> Any:
         try:
-            return function(*arguments)
+            return function()
         except Exception as error:
             self._sink = None
-            self._log.warning(f"--log.sinks {self._name} has failed and is disabled:\n"
+            self._log.warning(f"{self._flag} has failed and is disabled:\n"
                               + "".join(traceback.format_exception(error)).rstrip())
             return None
-
-
-def image_grid(images: Any, columns: int = 8) -> Any:
-    """Arrange uint8 images NxCxHxW in one Cx(rows·H)x(columns·W) array."""
-    count, channels, height, width = np.shape(images)
-    rows = -(-count // columns)
-    cells = np.zeros((rows * columns, channels, height, width), dtype=np.uint8)
-    cells[:count] = images
-    cells = cells.reshape(rows, columns, channels, height, width).transpose(2, 0, 3, 1, 4)
-    return cells.reshape(channels, rows * height, columns * width)

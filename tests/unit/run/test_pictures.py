@@ -11,8 +11,9 @@ from PIL import Image
 from torch import nn
 
 from trainer.run.pictures import ANIMATION, Pictures
-from trainer.run.recorders import preview
+from trainer.run.recorders import show_samples
 from trainer.telemetry.events import Log
+from trainer.telemetry.tensorboard import TensorBoard
 
 
 def pictures(folder: Any, draw: Any, shown: list[Any]) -> Pictures:
@@ -70,12 +71,13 @@ def test_a_picture_that_fails_or_has_another_shape_is_a_warning(tmp_path, capfd,
     assert taken.model.training
 
 
-def test_a_picture_of_samples_that_fails_is_a_warning(capfd):
+def test_a_picture_of_samples_that_fails_is_a_warning(tmp_path, capfd):
     class Flat:
         def preview(self, number: int) -> np.ndarray:
             return np.zeros((number, 8, 8), np.uint8)
 
-    assert preview(Flat(), Log()) is None
+    show_samples(TensorBoard(tmp_path, every=1, first=0), Flat(), Log())
+
     assert "no picture of samples: the task's preview(32)" in "".join(capfd.readouterr())
 
 

@@ -129,7 +129,7 @@ def test_every_save_of_a_survivor_continues_the_record_also_after_dropped_lines(
     ranks[0].open(path, EMPTY)
     offsets = set()
     for step in range(1, 40):
-        drop = ranks[0].must_trim  # as late as possible in the step
+        drop = ranks[0].sync_if_long()  # as late as possible in the step
         on_disk = path.read_bytes()  # rank 0 may die here
         for metrics in ranks:
             metrics._record(line(step), {})
@@ -161,13 +161,13 @@ def test_lines_are_kept_in_memory_while_the_file_cannot_be_written(
         patched.setattr(os, "fsync", full)
         for step in range(1, 21):
             metrics._record(line(step), {})
-            assert not metrics.must_trim
+            assert not metrics.sync_if_long()
     metrics._record(line(21), {})
 
     assert len(metrics.state_dict()["lines"]) == 21
     for step in range(22, 27):
         metrics._record(line(step), {})
-    assert metrics.must_trim
+    assert metrics.sync_if_long()
     metrics.close()
 
 

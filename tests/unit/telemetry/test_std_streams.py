@@ -32,14 +32,6 @@ def test_another_broken_pipe_is_a_failure_like_any_other():
         raise BrokenPipeError
 
 
-def test_a_task_that_closes_stdout_closes_nothing():
-    text = ("import os, sys; from trainer.telemetry.std_streams import ignore_output_errors; "
-            "ignore_output_errors(); "
-            "sys.stdout.close(); sys.stderr.close(); print('there', file=sys.stderr); print('too')")
-
-    assert ended("-c", text) == (0, "there\n")
-
-
 @pytest.mark.parametrize("stream", [None, "closed"])
 def test_a_line_for_which_there_is_no_stream_is_dropped(monkeypatch, stream):
     if stream:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.telemetry.events import Log
-from trainer.telemetry.tensorboard import UserSink
+from trainer.telemetry.tensorboard import GuardedSink
 
 
 class Notes:
@@ -43,7 +43,8 @@ class Notes:
 def test_a_sink_receives_copies_until_it_raises_which_is_reported_once(fails, calls, output):
     log, notes, line = io.StringIO(), Notes(fails), {"step": 1, "loss": 0.5}
 
-    sink = UserSink("notes:Notes", notes.make, Path("run"), Log(stream=log))
+    sink = GuardedSink("--log.sinks notes:Notes", lambda: notes.make(Path("run")),
+                       Log(stream=log))
     sink.step(line, {})
     sink.validation(line)
     sink.finish({}, {}, 1)

@@ -14,9 +14,11 @@ from wandb_stand_in import StandIn
 
 from trainer.errors import ConfigError
 from trainer.telemetry.events import Log
+from trainer.telemetry.tensorboard import GuardedSink
 from trainer.telemetry.wandb import ID, WandB, check_installed
 
 STEP = {"step": 1, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4}
+TIMING = {"step": 0.5, "data": 0.1, "compute": 0.3}
 VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.8,
               "val_samples": 10, "val_table": [[1, 0], [0, 1]]}
 
@@ -24,10 +26,10 @@ VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.
 def shown(path: Path, monkeypatch, run_id: str) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    sink = WandB(path, run_id, Log(), mode="offline", every=10, settings={"seed": 0},
+    sink = WandB(path, run_id, mode="offline", every=10, settings={"seed": 0},
                  class_names=("no", "yes"))
     for number in (1, 2, 10):
-        sink.step({**STEP, "step": number}, {"step": 0.5})
+        sink.step({**STEP, "step": number}, TIMING)
     sink.validation(VALIDATION)
     sink.finish({}, {"final/test_accuracy": 0.8}, 10)
     sink.close()
@@ -66,27 +68,29 @@ def test_an_error_of_wandb_is_only_a_warning(tmp_path, monkeypatch, capfd, call)
         raise OSError("no network")
 
     setattr(stand_in, call, fail)
-    sink = WandB(tmp_path, "abc", Log(), mode="online", every=1, settings={})
+    sink = GuardedSink("--log.wandb online", lambda: WandB(
+        tmp_path, "abc", mode="online", every=1, settings={}), Log())
     sink.step(STEP, {})
     sink.picture(np.zeros((2, 2, 3), np.uint8), 10)
     sink.validation(VALIDATION)
     sink.finish({}, {}, 10)
     sink.close()
 
-    assert capfd.readouterr().err == ("warning: Weights & Biases is disabled: "
-                                      "OSError: no network\n")
+    told = capfd.readouterr().err
+    assert told.startswith("warning: --log.wandb online has failed and is disabled:\n")
+    assert told.endswith("OSError: no network\n")
+    assert told.count("warning") == 1
 
 
 REAL = """
 import sys
 from pathlib import Path
-from trainer.telemetry.events import Log
 from trainer.telemetry.wandb import WandB
-sink = WandB(Path(sys.argv[1]), "abcd1234", Log(), mode="offline", every=1, settings={"seed": 0},
+sink = WandB(Path(sys.argv[1]), "abcd1234", mode="offline", every=1, settings={"seed": 0},
              class_names=("no", "yes"))
 for step in range(int(sys.argv[2]), int(sys.argv[3])):
     sink.step({"step": step, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4},
-              {"step": 0.5})
+              {"step": 0.5, "data": 0.1, "compute": 0.3})
 sink.validation({"step": step, "train_loss": 0.6, "val_loss": 0.4, "val_samples": 10,
                  "val_table": [[1, 0], [0, 1]]})
 sink.finish({}, {"final/test_accuracy": 0.8}, step)
