@@ -5,7 +5,6 @@ Linux only. A rank costs a fork (milliseconds) instead of an import of torch (se
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pickle
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-NOTHING = pickle.dumps({})
 GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
 
 
@@ -55,8 +53,6 @@ class Ranks:
     """The client's end: `ranks(world_size, function, *args, **kwargs)`; see `__call__`."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
         self._start()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
@@ -93,15 +89,9 @@ class Ranks:
         return self._run(world_size, function, args, None, **options)
 
     def close(self) -> None:
-        """End the server, and with it every process that it started."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._server is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(timeout=10)
-            self._server.kill()
-            self._server.wait()
-        self._server = self._connection = None
+        """End the server, which ends every process that it started."""
+        self._connection.close()
+        self._server.wait()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -118,31 +108,19 @@ class Ranks:
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...],
              grace_s: float | None, *, timeout_s: float = 100.0, group: bool = True,
              env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
-        try:
-            call = pickle.dumps((function, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(f"{function!r} or its arguments can't be sent to another process; "
-                            "use a function at module level and plain arguments") from error
-        request = {"world_size": world_size, "call": call, "timeout_s": timeout_s, "group": group,
-                   "module": getattr(function, "__module__", None), "grace_s": grace_s or timeout_s,
-                   "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
-                   "env": dict(env or {})}
-        if self._connection is None:
-            self._start()
-        assert self._connection is not None
+        request = {"world_size": world_size, "call": pickle.dumps((function, args, kwargs)),
+                   "module": function.__module__, "timeout_s": timeout_s, "group": group,
+                   "grace_s": grace_s or timeout_s, "path": sys.path, "cwd": os.getcwd(),
+                   "environ": dict(os.environ), "env": dict(env or {})}
         try:
             self._connection.send(request)
             reply = self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            self.close()
-            raise RuntimeError("the server of the ranks ended; stderr says why") from error
         except BaseException:  # a test's time limit, Ctrl-C: begin afresh next time
             self.close()
+            self._start()
             raise
-        if isinstance(reply, str):
-            raise RuntimeError(reply)
-        return [Outcome(**(fields | pickle.loads(fields.pop("result", NOTHING))))
-                for fields in reply]
+        results = [pickle.loads(fields.pop("result")) for fields in reply]
+        return [Outcome(**fields | result) for fields, result in zip(reply, results, strict=True)]
 
 
 def _raise_first_failure(outcomes: list[Outcome]) -> None:
@@ -158,10 +136,8 @@ def _raise_first_failure(outcomes: list[Outcome]) -> None:
     if first.error is not None:
         raise first.error
     if first.hung:
-        hung = [outcome for outcome in failed if outcome.hung]
-        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in hung)
-        raise RankHung(f"no result in time from rank {', '.join(str(o.rank) for o in hung)} of "
-                       f"{len(outcomes)}\n{stacks}")
+        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in failed if o.hung)
+        raise RankHung(f"no result in time from {name}\n{stacks}")
     how = (signal.Signals(first.signal).name if first.signal
            else f"leaving with exit code {first.exit_code}")
     raise RankDied(f"{name} died by {how}\n{first.output}")

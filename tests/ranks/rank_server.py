@@ -56,10 +56,7 @@ def serve(fd: int) -> NoReturn:
         # ranks fail in the same way and report it.
         with contextlib.suppress(BaseException):
             importlib.import_module(request["module"])
-        threads = len(os.listdir("/proc/self/task"))
-        client.send(f"importing {request['module']} started {threads - 1} threads, which a fork "
-                    "doesn't copy: start them in functions" if threads > 1
-                    else _run_ranks(request, client))
+        client.send(_run_ranks(request, client))
 
 
 def _run_ranks(request: dict[str, Any], client: Connection) -> list[dict[str, Any]]:
@@ -103,7 +100,7 @@ def _watch(living: Living, folder: Path, client: Connection, timeout_s: float,
             rank, pid = living.pop(pidfd)
             os.close(pidfd)
             ended.append(_ended(rank, pid, folder, killed=not ready))
-            if "result" not in ended[-1] or ended[-1].pop("failed"):
+            if ended[-1].pop("failed"):
                 (folder / "failed").touch()
                 deadline_s = min(deadline_s, time.monotonic() + grace_s)
     return ended
@@ -123,18 +120,15 @@ def _kill_hung(living: Living) -> None:
 
 
 def _ended(rank: int, pid: int, folder: Path, *, killed: bool) -> dict[str, Any]:
-    info = os.waitid(os.P_PID, pid, os.WEXITED)
-    assert info is not None
-    lines = (folder / f"{rank}.output").read_text(errors="replace").splitlines(keepends=True)
-    fields = {"rank": rank, "at": time.monotonic(), "output": "".join(  # without 30 names that
-        line for line in lines if not line.startswith("Extension modules:"))}  # faulthandler adds
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    fields = {"rank": rank, "at": time.monotonic(), "failed": True, "result": pickle.dumps({}),
+              "output": (folder / f"{rank}.output").read_text(errors="replace")}
     result = folder / f"{rank}.result"
-    by_signal = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    if result.exists() and (killed or not by_signal):
-        return fields | {"result": result.read_bytes(), "failed": info.si_status == 1}
+    if result.exists() and (killed or code >= 0):
+        return fields | {"result": result.read_bytes(), "failed": code == 1}
     if killed:
         return fields | {"hung": True}
-    return fields | {"signal" if by_signal else "exit_code": info.si_status}
+    return fields | ({"exit_code": code} if code >= 0 else {"signal": -code})
 
 
 def _kill_all_children() -> None:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import time
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankDied, RankHung, Ranks
-
-from benchmarks.chaos_run import children
 
 
 def rank_plus(number: int, *, factor: int = 1) -> tuple[int, int, int]:
@@ -49,10 +44,6 @@ def hang_on(rank: int, folder: str) -> None:
         a_name_to_find_in_the_stack()
 
 
-def warn() -> None:
-    warnings.warn("look here", stacklevel=1)
-
-
 def test_a_function_runs_in_a_group_of_ranks_and_returns_by_rank(ranks: Ranks) -> None:
     assert ranks(3, rank_plus, 10, factor=2) == [(0, 66, 1), (1, 66, 1), (2, 66, 1)]
 
@@ -81,35 +72,3 @@ def test_a_hang_is_reported_with_its_stack_and_nothing_is_left(
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 4
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def test_a_warning_in_a_rank_is_an_error(ranks: Ranks) -> None:
-    with pytest.raises(UserWarning, match="look here"):
-        ranks(1, warn)
-
-
-def test_what_cannot_be_sent_is_refused_by_name(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match=r"lambda.*module level"):
-        ranks(1, lambda: None)
-
-
-def test_ranks_end_with_the_process_that_asked_for_them() -> None:
-    code = ("import harness, subprocess; "
-            "harness.Ranks()(2, subprocess.run, ['sleep', '1000'], group=False, timeout_s=250)")
-    asker = subprocess.Popen([sys.executable, "-c", code],
-                             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    deadline = time.monotonic() + 200
-    sleeping: list[int] = []
-    while len(sleeping) < 2:
-        assert time.monotonic() < deadline
-        assert asker.poll() is None
-        servers = children(asker.pid)
-        started = [rank for server in servers for rank in children(server)]
-        sleeping = [child for rank in started for child in children(rank)]
-
-    asker.kill()
-    asker.wait()
-
-    deadline = time.monotonic() + 60
-    while [pid for pid in servers + started + sleeping if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline

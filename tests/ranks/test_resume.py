@@ -60,16 +60,17 @@ DISTURBED = {
         [[75], [-9]]),
     "stops around the warm-up of the rate": (
         1, (*NET, "--steps=20", "--schedule.warmup=5"), stops(1, 4, 5, 6, 19), [[75]] * 5),
+    # The last window of an epoch has 2 samples, fewer than ranks.
     "three ranks": (
-        3, (*NET, "--steps=12", "--task.width=40"), stops(5, rank=2), [[75, 75, 75]]),
-    "a stop at the last step but one": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
-                                        stops(8, rank=1), [[75, 75]]),
-    "a stop at the last step": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
-                                stops(9, rank=1), [[75, 75]]),
+        3, (*NET, "--task.samples=26", "--data.drop-last=off", "--steps=12"), stops(5, rank=2),
+        [[75, 75, 75]]),
+    "stops at the last steps": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
+                                stops(8, 9, rank=1), [[75, 75]] * 2),
     "nesterov": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=sgd",
                      "--optim.nesterov=on"), stops(2, 5), [[75]] * 2),
-    "rmsprop": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=torch.optim:RMSprop"),
-                stops(2, 5), [[75]] * 2),
+    "rmsprop and an unused parameter": (
+        1, (*TAPE, "--task=tape_task:Unused", "--steps=6", "--optim.name=torch.optim:RMSprop"),
+        stops(2, 5), [[75]] * 2),
     "plateau and averaged weights": (
         2, (*CRAFT, "--optim.ema=0.9", "--optim.rates=body.*=0.5", *PLATEAU), FOUR, FOUR_ENDS),
     "one-cycle": (2, (*CRAFT, "--schedule.name=one-cycle", "--schedule.warmup=3",
@@ -133,15 +134,12 @@ def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(
     assert len(steps(changed)) == 12
     losses = [[line["loss"] for line in steps(run)] for run in (straight, changed)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    seen: dict[int, list[int]] = {0: [], 1: []}
-    for rank in range(2):
-        for text in Path(f"{tmp_path}/tape-{rank}.jsonl").read_text().splitlines():
-            line = json.loads(text)
-            for epoch, index in zip(line["epochs"], line["ids"], strict=True):
-                seen[epoch].append(index)
-    assert sorted(set(seen[0])) == sorted(set(seen[1])) == list(range(48))
+    lines = [json.loads(text) for rank in range(2)
+             for text in (tmp_path / f"tape-{rank}.jsonl").read_text().splitlines()]
+    seen = [sample for line in lines for sample in zip(line["epochs"], line["ids"], strict=True)]
+    assert set(seen) == {(epoch, index) for epoch in (0, 1) for index in range(48)}
     # A rehearsal takes one micro-batch, at the first start twice: four on rank 0, three on rank 1.
-    assert len(seen[0]) + len(seen[1]) == 96 + 7 * 2
+    assert len(seen) == 96 + 7 * 2
 
 
 def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate(
@@ -166,16 +164,14 @@ def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd):
     arguments = [*NET, "--steps=4"]
     folder = run(ranks, 1, tmp_path / "run", *arguments, "--inject=term:step=2", code=75)
 
-    for changed in ("batch.global-size=4", "task.samples=161", "task.norm=group", "seed=1"):
+    for changed in ("batch.global-size=4", "task.samples=161"):
         run(ranks, 1, folder, *arguments, f"--{changed}", code=2)
         assert f"--accept {changed.partition('=')[0]}" in capfd.readouterr().out
 
     run(ranks, 1, folder, *arguments)
 
 
-@pytest.mark.parametrize("damage", [
-    "flip", "remove", "all",
-    *(pytest.param(other, marks=pytest.mark.long) for other in ("cut", "empty"))])
+@pytest.mark.parametrize("damage", ["flip", "remove", "all"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     ranks, undisturbed, tmp_path, capfd, damage
 ):
@@ -183,15 +179,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     straight = undisturbed(2, *arguments)
     broken = run(ranks, 2, tmp_path / "run", *arguments, "--inject=term:step=10", code=75)
     newest = broken / "checkpoints/step-00000010/model.safetensors"
-    if damage == "flip":
-        flip_a_bit(newest)
-    elif damage == "remove":
-        newest.unlink()
-    elif damage == "all":
-        for file in broken.glob("checkpoints/*/state.json"):
-            os.truncate(file, file.stat().st_size - 5)
-    else:
-        os.truncate(newest, 0 if damage == "empty" else newest.stat().st_size // 2)
+    match damage:
+        case "flip":
+            flip_a_bit(newest)
+        case "remove":
+            newest.unlink()
+        case "all":
+            for file in broken.glob("checkpoints/*/state.json"):
+                os.truncate(file, file.stat().st_size - 5)
     files = {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     capfd.readouterr()
 
@@ -209,15 +204,21 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
         assert not list(differences(straight, broken))
 
 
+BEST_OF_2 = (*VALIDATED, "--steps=8", "--eval.every=2", "--eval.best=val_loss:max",
+             "--task.samples=40")  # fmt: skip
+
+
+def damage_the_best(run: Path, at_step: int) -> None:
+    assert state(run, at_step)["best"]["step"] == 2
+    flip_a_bit(run / "checkpoints/step-00000002/model.safetensors")
+
+
 def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_again(
     ranks, undisturbed, tmp_path, capfd
 ):
-    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:max", "--task.samples=40"]  # fmt: skip
-    stop = "--inject=term:step=3:rank=1"
+    command, stop = [*BEST_OF_2, "--checkpoint.every=1"], "--inject=term:step=3:rank=1"
     harmed = run(ranks, 2, tmp_path / "harmed", *command, stop, code=75)
-    assert state(harmed, 3)["best"]["step"] == 2
-    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+    damage_the_best(harmed, 3)
 
     run(ranks, 2, harmed, *command, stop, code=1)
     run(ranks, 2, harmed, *command, stop)
@@ -229,12 +230,9 @@ def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_aga
 
 
 def test_lost_best_weights_are_replaced_by_the_last_with_a_warning(ranks, tmp_path, capfd):
-    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:max", "--task.samples=40", "--inject=term:step=6",
-               "--checkpoint.keep=1"]
+    command = [*BEST_OF_2, "--checkpoint.every=1", "--checkpoint.keep=1", "--inject=term:step=6"]
     harmed = run(ranks, 2, tmp_path / "run", *command, code=75)
-    assert state(harmed, 6)["best"]["step"] == 2
-    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+    damage_the_best(harmed, 6)
 
     run(ranks, 2, harmed, *command)
 
@@ -255,9 +253,8 @@ def test_a_run_starts_from_a_given_checkpoint_and_later_continues_from_its_own(
 
     assert ends == [[75], [0]]
     assert [e["step"] for e in events(other, "start")] == [6, 8]
-    final = [(run / "checkpoints/step-00000012/model.safetensors").read_bytes()
-             for run in (straight, other)]
-    assert final[0] == final[1]
+    model = "checkpoints/step-00000012/model.safetensors"
+    assert (other / model).read_bytes() == (straight / model).read_bytes()
 
 
 def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ranks, tmp_path):
@@ -271,22 +268,18 @@ def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ra
     values = {line["step"]: line["val_loss"] for line in validations(folder)
               if line["val_loss"] is not None}
     best = min(values, key=lambda step: values[step])
-    kept = sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
-    assert best in kept
-    assert kept[-1] == 20
-    assert len([step for step in kept if step != best]) >= 1
+    kept = {int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????")}
+    assert {best, 20} <= kept
+    assert len(kept - {best}) >= 1
     assert summary(folder)["best"]["step"] == best
 
 
-@pytest.mark.parametrize("change", ["moved", "identity lost"])
-def test_a_folder_that_was_moved_or_has_lost_its_identity_is_continued(
-    ranks, undisturbed, tmp_path, change
+def test_a_folder_that_was_moved_and_has_lost_its_identity_is_continued(
+    ranks, undisturbed, tmp_path
 ):
     folder = run(ranks, 1, tmp_path / "here", *SHORT, "--inject=term:step=4", code=75)
-    if change == "moved":
-        folder = Path(shutil.move(folder, tmp_path / "there"))
-    else:
-        (folder / "run.json").write_text('{"run": "ab')
+    folder = Path(shutil.move(folder, tmp_path / "there"))
+    (folder / "run.json").write_text('{"run": "ab')
 
     run(ranks, 1, folder, *SHORT, "--inject=term:step=4")
 
