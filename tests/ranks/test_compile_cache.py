@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.distributed.world import World
-from trainer.optim.compile_cache import VARIABLE, restored, use
+from trainer.optim.compile_cache import VARIABLE, use
 
 
 def compile_something(folder: str, end: str) -> str:
@@ -46,24 +46,3 @@ def test_a_cache_is_made_anew_after_an_end_amid_a_compile_only(ranks, tmp_path, 
 
     assert not kept.exists()
     assert [path.name for path in tmp_path.iterdir()] == [Path(place).name]
-
-
-def in_turn(folder: str) -> list[str]:
-    from torch._dynamo.callback import callback_handler
-
-    os.environ.pop(VARIABLE, None)
-    places = []
-    with World.form(device="cpu") as world:
-        for run in ("a", "b"):
-            with restored():
-                use(Path(folder, run), world)
-                places.append(os.environ[VARIABLE])
-            assert VARIABLE not in os.environ
-            assert callback_handler.start_callbacks == callback_handler.end_callbacks == []
-    return places
-
-
-def test_a_later_run_in_the_same_process_has_a_cache_of_its_own(ranks, tmp_path):
-    [places] = ranks(1, in_turn, str(tmp_path), group=False)
-
-    assert [Path(place).parent for place in places] == [tmp_path / "a", tmp_path / "b"]

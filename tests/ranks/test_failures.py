@@ -20,10 +20,10 @@ TASK = (*TAPE, "--task=failing_task:Failing", "--data.shuffle=off", "--task.norm
 RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
 
 
-def run(ranks, size: int, path: Path, *arguments: str, env: dict[str, str] | None = None):
+def run(ranks, size: int, path: Path, *arguments: str, **options):
     """The exit code of each rank, and what it has said."""
     outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={path}", group=False,
-                              env=env)
+                              **options)
     return [o.exit_code or o.value for o in outcomes], [o.output for o in outcomes]
 
 
@@ -96,30 +96,17 @@ def test_the_task_may_change_the_current_folder_and_lose_a_child(ranks, undistur
         assert not list(differences(undisturbed(2, *TASK), tmp_path / how))
 
 
-def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):
-    codes, _ = run(ranks, 1, tmp_path / "run", "--inject=raise:step=12:phase=step-end",
-                   "--checkpoint.every=5")
-
-    assert codes == [1]
-    assert inspect(tmp_path / "run")["step"] == 10
-
-
 def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(ranks, tmp_path):
     codes, said = run(ranks, 2, tmp_path / "run", "--task.how=memory", "--task.at=92")
 
     assert codes == [1, 1]
-    lines = said[1].splitlines()
-    told = next(i for i, line in enumerate(lines) if "error: out of memory" in line)
-    assert "out of memory, in phase forward, with micro-batches of 2" in lines[told]
-    for line, start in zip(lines[told + 1:], (
-        "  1. a smaller micro-batch at the same global batch: --batch.micro-size 1 --accept",
-        "  2. mixed precision: --precision.dtype bf16",
-        "  3. activation checkpointing: torch.utils.checkpoint.checkpoint(",
-        "[rank 1] error: rank 1, step 12 (forward), attempt 0: RuntimeError: ",
-    ), strict=True):  # fmt: skip
-        assert line.startswith(start)
-    failure, lost = (events(tmp_path / "run", "failure", echo=False)[0],
-                     events(tmp_path / "run", "lost-peer")[0])
+    assert re.search("error: out of memory, in phase forward, with micro-batches of 2.*\n"
+                     "  1. a smaller micro-batch at .*: --batch.micro-size 1 --accept.*\n"
+                     "  2. mixed precision: --precision.dtype bf16.*\n"
+                     "  3. activation checkpointing: torch.utils.checkpoint.checkpoint.*\n.*"
+                     r"error: rank 1, step 12 \(forward\), attempt 0: RuntimeError: .*\n$", said[1])
+    [failure] = events(tmp_path / "run", "failure", echo=False)
+    [lost] = events(tmp_path / "run", "lost-peer")
     assert (failure["rank"], lost["rank"]) == (1, 0)
     assert lost["time"] - failure["time"] < 20.0  # the collectives' limit is a minute
     assert inspect(tmp_path / "run")["step"] == 11
@@ -137,14 +124,11 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
 
     run(ranks, 2, tmp_path / "run", "--task.how=raise", "--task.at=92", env=env)
 
-    failures = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1,
-                                     error_file=f"{tmp_path}/{rank}.json") for rank in (0, 1)}
-    shown = str(ChildFailedError("trainer", failures))
-    first, _ = ChildFailedError("trainer", failures).get_first_failure()
-    assert first == 1
+    ended = ChildFailedError("trainer", {
+        rank: ProcessFailure(rank, 1, 1, f"{tmp_path}/{rank}.json") for rank in (0, 1)})
+    assert ended.get_first_failure()[0] == 1
     assert re.search(rf"rank 1, step 12 \(forward\), attempt 0: {re.escape(RAISED)}\d+ in _fail\)\n"
-                     "=+$", shown)
-    assert "a peer of rank 1 was lost" not in shown
+                     "=+$", str(ended))
     assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(
         "a peer of rank 0 was lost at step 12")
 

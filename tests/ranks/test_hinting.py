@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runs import events, run, until_done
+from runs import events, until_done
 
 BAD_RUN = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
         "--batch.micro-size=4", "--steps=240", "--schedule.name=constant", "--schedule.warmup=off",
@@ -27,19 +27,3 @@ def test_a_bad_run_gets_each_hint_once_also_after_a_restart(ranks, tmp_path, cap
     output = capfd.readouterr().out
     for name in hints(folder):
         assert output.count(f"docs/hints.md#{name}; --log.hints-off {name}") == 1
-
-
-def test_hints_that_are_off_are_not_given(ranks, tmp_path):
-    off = ["small-batchnorm", "shared-samples", "first-loss", "constant-rate"]
-
-    folder = run(ranks, 1, tmp_path / "run", *BAD_RUN, "--steps=60",
-                 *[f"--log.hints-off={name}" for name in off])
-
-    assert hints(folder) == []
-
-
-def test_a_very_high_learning_rate_gets_a_hint(ranks, tmp_path):
-    folder = run(ranks, 1, tmp_path / "run", "spiral", "--device=cpu", "--optim.lr=3",
-                 "--epochs=20", "--checkpoint.every=off", "--eval.every=off")
-
-    assert {"clipped-steps", "flat-loss"} & set(hints(folder))

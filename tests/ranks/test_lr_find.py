@@ -53,14 +53,3 @@ def test_lr_find_prints_a_table_and_a_suggestion_and_leaves_the_run_unchanged(
     assert "suggestion: --optim.lr" in output
     assert len([line for line in output.splitlines() if "e-0" in line]) >= 10
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (["spiral", "--points=5"], 2, "--points 5: use 10 or more"),
-])
-def test_problems_are_reported(ranks, tmp_path, capfd, arguments, code, message):
-    (found, there), = ranks(1, find, str(tmp_path), *arguments, group=False)
-
-    output = capfd.readouterr().out
-    assert (found, there) == (code, [])
-    assert message in output

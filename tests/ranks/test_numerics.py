@@ -57,18 +57,6 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
     assert all(torch.allclose(half[name], plain[name], atol=1e-3) for name in plain)
 
 
-def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path):
-    run(ranks, 2, tmp_path / "run", *TASK, "--steps=8", "--task.norm=batch",
-        "--checkpoint.every=1", "--checkpoint.keep=9", "--inject=nan:step=5:rank=1")
-
-    line = steps(tmp_path / "run")[4]
-    assert line["skipped"]
-    assert line["loss"] is None
-    before, after = (weights(tmp_path / "run", n) for n in (4, 5))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", 8).values())
-
-
 @pytest.mark.long
 def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, tmp_path):
     # The walk contains each ordered pair of settings (ranks, compile) at least once.

@@ -26,6 +26,14 @@ BAD = {
     "task in a script that ends itself": (
         ["--task=script_task:Task"],
         ["script_task", "SystemExit: 0", "script_task.py", "Traceback"]),
+    "loss that does not fit the model": (
+        ["--task=softmax_task:Softmax", "--device=cpu"],
+        ["cross-entropy: the model's output went through a softmax"]),
+    "plateau without validation": (
+        [*TAPE, "--schedule.name=plateau"], ["the task has no validation data"]),
+    "plateau of an unknown figure": (
+        [*TAPE, "--schedule.name=plateau", "--schedule.options=metric=val_f1:max",
+         "--task.validation=4"], ["it computes val_loss, val_abs"]),
     "too few samples": (
         [*TAPE, "--task.samples=3", "--batch.global-size=4", "--batch.micro-size=4"],
         ["--batch.global-size 4", "3 samples", "--data.drop-last"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from runs import (
+    PLATEAU,
     TAPE,
     codes,
     events,
@@ -33,9 +34,6 @@ BEST = (*VALIDATED, "--eval.every=5", "--eval.best=val_loss:max", "--optim.lr=0.
 """The first validation, of step 5, stays the best."""
 SHORT = (*NET, "--steps=9", "--checkpoint.every=1000")
 CRAFT = (*NET, "--task.validation=6", "--steps=20", "--checkpoint.every=4")
-PLATEAU = ("--schedule.name=plateau", "--schedule.options=patience=0",
-           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
-           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
 
 
 def stops(*numbers: int, rank: int = 0) -> list[str]:

@@ -10,7 +10,6 @@ from runs import TAPE, run, steps, validations, weights
 from tape_task import Indexed, Tokens, read_tape
 from torch.utils.data import default_collate
 
-
 PLAIN = ("--optim.name=sgd", "--optim.momentum=0", "--optim.weight-decay=0",
          "--schedule.name=constant", "--schedule.warmup=off")  # fmt: skip
 """An update is the rate times the gradient."""

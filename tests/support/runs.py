@@ -12,6 +12,11 @@ TAPE = ("--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
 """Four micro-batches per step, twenty steps per epoch."""
 
 
+PLATEAU = ("--schedule.name=plateau", "--schedule.options=patience=0",
+           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
+           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
+
+
 def train(*arguments: str) -> int:
     """In a rank: the exit code of `python -m trainer ARGUMENTS`.
 
