@@ -10,7 +10,6 @@ import pytest
 from runs import run, steps, until_done
 
 from trainer.commands.compare import differences
-from trainer.commands.inspect import inspect
 
 TASK = ["--task=odd_task:Odd", "--device=cpu", "--batch.micro-size=3",
         "--data.drop-last=off", "--eval.every=8", "--checkpoint.every=7",
@@ -100,17 +99,6 @@ def test_the_number_of_ranks_may_change_and_ranks_may_die(
 
     assert not list(differences(undisturbed(1, *arguments), tmp_path / "elastic")), faults
     assert label(tmp_path / "elastic") == "exact"
-
-
-def test_a_survivor_saves_the_last_boundary(ranks, undisturbed, tmp_path):
-    arguments = [*TASK, *SMALL, "--steps=7", "--checkpoint.every=off"]
-
-    until_done(ranks, [3, 2], tmp_path / "killed", *arguments,
-               "--inject=kill:step=5:rank=1:phase=backward")
-
-    assert not list(differences(undisturbed(1, *arguments), tmp_path / "killed"))
-    starts = [a["start_step"] for a in inspect(tmp_path / "killed")["attempts"]]
-    assert starts == [0, 4]
 
 
 UNFIT = ["--task=hidden_task:Hidden", "--task.samples=13", "--device=cpu", "--batch.global-size=8",

@@ -87,12 +87,11 @@ def test_the_partial_last_window_of_an_epoch_has_no_effect(ranks, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", ["stateful", "whole"])
+@pytest.mark.parametrize("fields", [{"kind": "stateful", "sizes": "9,8,11,10"}, {"samples": 35}])
 def test_a_stopped_run_continues_with_the_next_sample_on_any_number_of_ranks_and_workers(
-    ranks, tmp_path, kind
+    ranks, tmp_path, fields
 ):
     # 4 steps an epoch: it stops in the middle of epochs 1 and 2, the second time one step later.
-    fields = {"kind": kind, "sizes": "9,8,11,10", "samples": "35"}
     run(ranks, 1, tmp_path / "straight", tmp_path / "tape", "--steps=14", "--data.workers=0",
         **fields)
     straight = whole(windows(tmp_path / "tape", 1, 4))
@@ -127,18 +126,6 @@ def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
     fingerprint, read = read[:16], read[16:]
     assert fingerprint == list(range(16))
     assert sorted(read) == [LANE * lane + place for lane in range(4) for place in range(12, 16)]
-
-
-def test_validation_on_a_stream_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
-    lines = []
-    for size, workers in ((1, 0), (3, 2)):
-        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}", "--steps=1",
-                     "--eval.every=1", "--eval.batch-size=5", f"--data.workers={workers}",
-                     samples="16", validation="8")  # fmt: skip
-        lines += validations(folder)
-
-    assert [line["val_samples"] for line in lines] == [8] * 2
-    assert lines[0]["val_loss"] == pytest.approx(lines[1]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("arguments", "flag"), [
