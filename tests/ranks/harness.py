@@ -29,10 +29,8 @@ class RankHung(TimeoutError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one rank ended: by `value`, `error`, `signal`, `exit_code`, or `hung` (it was killed).
-
-    `at` is the time it ended (time.monotonic), `output` what it wrote to stdout and stderr.
-    """
+    """How a rank ended: by `value`, `error`, `signal`, `exit_code`, or `hung` (was killed); when,
+    by time.monotonic, and what it wrote to stdout and stderr."""
 
     rank: int
     value: Any = None
@@ -59,7 +57,9 @@ class Ranks:
                  **options: Any) -> list[Any]:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
 
-        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
+        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors. Raises
+        what the rank that failed first has raised, with rank and traceback as a note, or RankDied,
+        or RankHung with all stacks.
 
         Args:
             function: at module level; arguments and results are pickled.
@@ -68,10 +68,6 @@ class Ranks:
                 False: no group, only the variables that torchrun sets, with a free port.
                 `env`: more environment variables. {rank} in a value becomes the rank.
                 The others are arguments of the function.
-
-        Raises:
-            the exception of the rank that failed first, with rank and traceback as a note;
-            RankDied: the first failure was a death; RankHung: time was up, with all stacks.
         """
         outcomes = self._run(world_size, function, args, GRACE_S, **options)
         for outcome in outcomes:
@@ -82,10 +78,7 @@ class Ranks:
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
                  **options: Any) -> list[Outcome]:
-        """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
-
-        After a death the others go on until they end themselves or the time is up.
-        """
+        """How each rank ended, for tests in which ranks die: the others go on after a death."""
         return self._run(world_size, function, args, None, **options)
 
     def close(self) -> None:

@@ -12,19 +12,19 @@ from runs import TAPE, state, steps, validations, weights
 from stream_task import LANE, windows
 
 
-def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int = 0, **fields):
-    """Train; moves the records of samples to `tape`, so that no other attempt appends to them."""
-    flags = [f"--task.{name}={value}" for name, value in fields.items()]
-    runs.run(ranks, size, folder, *TAPE[1:-1], "--task=stream_task:StreamTape", "--clip.norm=0",
-             f"--task.tape={folder}-tape", *flags, "--checkpoint.keep=9", *arguments, code=code)
-    for rank in range(size if code != 2 else 0):
-        Path(f"{folder}-tape-{rank}.jsonl").rename(f"{tape}-{rank}.jsonl")
-    return folder
+def run(ranks, size: int, folder: Path, *arguments: str, code: int = 0, **fields) -> Path:
+    """Train, with a tape of this attempt alone."""
+    for tape in folder.parent.glob(f"{folder.name}-tape-*"):
+        tape.unlink()
+    return runs.run(
+        ranks, size, folder, *TAPE[1:-1], "--task=stream_task:StreamTape", "--clip.norm=0",
+        f"--task.tape={folder}-tape", *(f"--task.{name}={value}" for name, value in fields.items()),
+        "--checkpoint.keep=9", *arguments, code=code)
 
 
-def whole(found):
-    """The complete windows; drop_last drops the others."""
-    return [window for window in found if len(window) == 8]
+def whole(folder: Path, size: int) -> list[list[tuple[int, int, tuple]]]:
+    """The complete windows of the last attempt; drop_last drops the others."""
+    return [window for window in windows(f"{folder}-tape", size, 4) if len(window) == 8]
 
 
 @pytest.mark.parametrize(("fields", "first_window"), [
@@ -37,10 +37,9 @@ def test_samples_and_draws_are_independent_of_ranks_and_workers(
 ):
     found = []
     for size, workers in ((1, 0), (2, 2), (3, 0)):
-        tape = tmp_path / f"tape-{size}"
-        run(ranks, size, tmp_path / f"run-{size}", tape, "--steps=8",
-            f"--data.workers={workers}", **fields)
-        found.append(whole(windows(tape, size, 4)))
+        folder = run(ranks, size, tmp_path / f"run-{size}", "--steps=8",
+                     f"--data.workers={workers}", **fields)
+        found.append(whole(folder, size))
 
     assert found[0] == found[1] == found[2]
     assert [window[0][0] for window in found[0]] == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -59,10 +58,9 @@ def test_ranks_with_different_numbers_of_batches_do_not_hang_or_mix_sums(
     # Rank 0 has more micro-batches an epoch than rank 1; a validation follows at once.
     found = []
     for size in (1, 2):
-        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}",
-                     "--batch.global-size=4", "--steps=10", "--eval.every=5",
-                     "--world.timeout-s=10", f"--data.drop-last={drop_last}", kind="lanes",
-                     sizes=sizes, validation="7")  # fmt: skip
+        folder = run(ranks, size, tmp_path / f"run-{size}", "--batch.global-size=4", "--steps=10",
+                     "--eval.every=5", "--world.timeout-s=10", f"--data.drop-last={drop_last}",
+                     kind="lanes", sizes=sizes, validation=7)
         found.append((steps(folder), validations(folder)))
 
     for lines, scores in found:
@@ -77,7 +75,7 @@ def test_the_partial_last_window_of_an_epoch_has_no_effect(ranks, tmp_path):
     # Both runs use the same samples: the first 8 of each lane. With fp16 the state of the gradient
     # scaler must be restored too.
     folders = [
-        run(ranks, 2, tmp_path / f"run-{sizes}", tmp_path / f"tape-{sizes}", "--steps=8",
+        run(ranks, 2, tmp_path / f"run-{sizes}", "--steps=8",
             "--precision.dtype=fp16", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
         for sizes in ("8,8,8,8", "9,8,11,10")
     ]  # fmt: skip
@@ -92,19 +90,16 @@ def test_a_stopped_run_continues_with_the_next_sample_on_any_number_of_ranks_and
     ranks, tmp_path, fields
 ):
     # 4 steps an epoch: it stops in the middle of epochs 1 and 2, the second time one step later.
-    run(ranks, 1, tmp_path / "straight", tmp_path / "tape", "--steps=14", "--data.workers=0",
-        **fields)
-    straight = whole(windows(tmp_path / "tape", 1, 4))
+    straight = whole(run(ranks, 1, tmp_path / "straight", "--steps=14", "--data.workers=0",
+                         **fields), 1)  # fmt: skip
     folder, found, positions = tmp_path / "run", [], []
 
-    for part, (size, workers, stop) in enumerate([(2, 2, 7), (1, 0, 10), (2, 0, 11), (3, 2, 0)]):
-        tape = tmp_path / f"tape-{part}"
-        arguments = ["--steps=14", f"--data.workers={workers}", "--data.prefetch=4"]
-        if stop:
-            arguments.append(f"--inject=term:step={stop}")
-        run(ranks, size, folder, tape, *arguments, code=75 if stop else 0, **fields)
-        found.append(whole(windows(tape, size, 4)))
-        positions.append(state(folder, stop or 14)["parts"]["stream"])
+    for size, workers, end in ((2, 2, 7), (1, 0, 10), (2, 0, 11), (3, 2, 14)):
+        stop = [f"--inject=term:step={end}"] if end < 14 else []
+        run(ranks, size, folder, "--steps=14", f"--data.workers={workers}", "--data.prefetch=4",
+            *stop, code=75 if stop else 0, **fields)
+        found.append(whole(folder, size))
+        positions.append(state(folder, end)["parts"]["stream"])
 
     assert [len(part) for part in found] == [7, 3, 1, 3]
     assert [window for part in found for window in part] == straight
@@ -116,11 +111,10 @@ def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
     log = tmp_path / "log"
     fields = {"kind": "stateful", "sizes": "20,20,20,20", "log": str(log)}
     arguments = ["--steps=8", "--data.workers=0"]
-    run(ranks, 2, tmp_path / "run", tmp_path / "tape-0", *arguments, "--inject=term:step=6",
-        code=75, **fields)  # fmt: skip
+    run(ranks, 2, tmp_path / "run", *arguments, "--inject=term:step=6", code=75, **fields)
     log.unlink()
 
-    run(ranks, 1, tmp_path / "run", tmp_path / "tape-1", *arguments, **fields)
+    run(ranks, 1, tmp_path / "run", *arguments, **fields)
 
     read = [index for _, index in map(json.loads, log.read_text().splitlines())]
     fingerprint, read = read[:16], read[16:]
@@ -136,8 +130,7 @@ def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
 def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
     ranks, tmp_path, capsys, arguments, flag
 ):
-    run(ranks, 1, tmp_path / "run", tmp_path / "tape", *arguments, code=2, samples="64",
-        validation="8")  # fmt: skip
+    run(ranks, 1, tmp_path / "run", *arguments, code=2, samples=64, validation=8)
 
     assert f"{flag}: the training stream has no length" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
@@ -145,7 +138,7 @@ def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
 
 @pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
 def test_an_epoch_without_a_global_batch_is_an_error(ranks, tmp_path, sizes, drop_last):
-    run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
+    run(ranks, 2, tmp_path / "run", "--steps=4", "--data.workers=0",
         f"--data.drop-last={drop_last}", code=2, kind="lanes", sizes=sizes)  # fmt: skip
 
 
@@ -157,16 +150,15 @@ def test_after_a_rollback_a_stream_is_read_from_the_older_position(
     bad = ["--task.bad=25"] if first == 7 else [
         f"--inject=nan:step={step}" for step in (8, 9, 10)]
     common = ("--steps=14", "--checkpoint.every=5", f"--data.workers={workers}", *bad)
-    for name, row in (("back", 3), ("on", 0)):
-        run(ranks, size, tmp_path / name, tmp_path / f"tape-{name}", *common,
-            f"--nonfinite.max-in-row={row}", samples=48)
+    back, on = (run(ranks, size, tmp_path / f"row-{row}", *common,
+                    f"--nonfinite.max-in-row={row}", samples=48) for row in (3, 0))
 
-    lines = steps(tmp_path / "back")
+    lines = steps(back)
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line.get("skipped")] == [first, first + 1, first + 2]
-    went = windows(tmp_path / "tape-back", size, 4), windows(tmp_path / "tape-on", size, 4)
-    back, on = (whole(found) for found in went)
     # The steps from 6 on (an epoch ends there) are repeated; the bad ones are not.
-    assert back == [*on[: first + 2], *on[5 : first - 1], *on[first + 2 :]]
-    back, on = (weights(tmp_path / name, 14) for name in ("back", "on"))
-    assert all(torch.equal(back[name], on[name]) for name in on)
+    all_on = whole(on, size)
+    assert whole(back, size) == [
+        *all_on[: first + 2], *all_on[5 : first - 1], *all_on[first + 2 :]]
+    one, other = (weights(folder, 14) for folder in (back, on))
+    assert all(torch.equal(one[name], other[name]) for name in one)
