@@ -35,12 +35,14 @@ def copy(run, tmp_path) -> Path:
 
 
 class Page(HTMLParser):
-    """The elements, attributes and text of a page."""
+    """The elements, attributes and text of the report of some runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, *runs: Path, out: Path) -> None:
         super().__init__()
+        assert report.main([*map(str, runs), "--out", str(out)]) == 0
         self.tags, self.attributes, self.text = set[str](), list[tuple[str, str]](), ""
-        self.feed((path / "report.html").read_text())
+        self.html = (out / "report.html").read_text()
+        self.feed(self.html)
         self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag, attrs):
@@ -49,11 +51,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += f" {data}"
-
-
-def written(*runs: Path, out: Path) -> Path:
-    assert report.main([*map(str, runs), "--out", str(out)]) == 0
-    return out
 
 
 def test_the_figures_of_a_real_run(run):
@@ -75,7 +72,7 @@ def test_the_figures_of_a_real_run(run):
 
 
 def test_the_page_shows_the_run_and_is_self_contained(run, tmp_path):
-    page = Page(written(run, out=tmp_path))
+    page = Page(run, out=tmp_path)
 
     for text in ("night", "finished", "kill:rank=1", "a peer of rank 0 was lost at step 12",
                  "stopped on request after step 25", "whole", "goodput", "clipped steps",
@@ -95,11 +92,11 @@ def test_differences_between_runs_are_highlighted(run, copy, tmp_path):
     config = copy / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
 
-    text = (written(run, copy, out=tmp_path) / "report.html").read_text()
+    page = Page(run, copy, out=tmp_path)
 
-    assert '<tr class="differs"><td>seed</td><td>0</td><td>7</td>' in text
-    assert text.count('class="differs"') == 1
-    assert "night · copy" in Page(tmp_path).text
+    assert '<tr class="differs"><td>seed</td><td>0</td><td>7</td>' in page.html
+    assert page.html.count('class="differs"') == 1
+    assert "night · copy" in page.text
 
 
 def test_the_texts_of_a_run_are_escaped(copy, tmp_path):
@@ -111,7 +108,7 @@ def test_the_texts_of_a_run_are_escaped(copy, tmp_path):
         assert old in text
         (path / name).write_text(text.replace(old, old + evil))
 
-    page = Page(written(path, out=tmp_path / "out"))
+    page = Page(path, out=tmp_path / "out")
 
     assert "img" not in page.tags
     assert not any(name.startswith("on") for name, _ in page.attributes)
@@ -123,10 +120,9 @@ def test_an_unfinished_run_can_be_reported(copy, tmp_path):
     for name in ("events.jsonl", "metrics.jsonl", "timing.jsonl"):
         data = (copy / name).read_bytes()
         (copy / name).write_bytes(data[: len(data) * 2 // 3])
-    torn = (copy / "checkpoints").glob("*/model.safetensors")
-    next(torn).write_bytes(b"torn")
+    next(copy.glob("checkpoints/*/model.safetensors")).write_bytes(b"torn")
 
-    page = Page(written(copy, out=tmp_path / "out"))
+    page = Page(copy, out=tmp_path / "out")
 
     assert "finished" not in page.text
     assert "Loss" in page.text
@@ -141,10 +137,8 @@ def test_inspect_prints_the_same_as_text_and_as_json(run, capsys):
     assert inspect.main([str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
 
-    assert shown["finished"] is True
-    assert shown["running"] is False
-    assert shown["step"] == 40
-    assert shown["world_sizes"] == [2]
+    assert shown.items() >= {"finished": True, "running": False, "step": 40,
+                             "world_sizes": [2]}.items()
     assert [a["end"] for a in shown["attempts"]] == ["failure", "stopped", "finished"]
     assert sum(shown["goodput"].values()) == pytest.approx(shown["wall_s"], rel=1e-3)
     assert (shown["next"], shown["does"]) == ("exact", "nothing to do: the run is complete")
@@ -178,7 +172,6 @@ def test_inspect_shows_what_the_next_start_does(copy, harm, label, why, does):
 
     shown = inspect.inspect(copy)
 
-    assert shown["next"] == label
+    assert (shown["next"], bool(shown["why"])) == (label, bool(why))
     assert shown["why"].startswith(why)
-    assert bool(shown["why"]) == bool(why)
     assert shown["does"].startswith(does)

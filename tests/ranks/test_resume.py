@@ -4,8 +4,11 @@ one."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -24,8 +27,11 @@ from runs import (
     validations,
 )
 
+from trainer.checkpoint.progress import LossMeter
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.distributed.comm_timer import DeviceInterval
+from trainer.optim import ema
 
 NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
 EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
@@ -341,28 +347,19 @@ def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):
     assert "best" not in summary(folder)["model.safetensors"]
 
 
-PLACES = ("meter", "average", "beginning")
+PLACES = {
+    "meter": (LossMeter, "take_mean", 1),
+    "average": (ema, "_copy", 2),  # the first call is that of the first update
+    "beginning": (DeviceInterval, "first", 5),  # before the buffers are copied in step 5
+}
+"""A function, and the call of it after which a loader process is killed."""
 
 
 def struck(folder: str, *arguments: str) -> int:
-    """Train without a launcher; kill a loader process when the rank first reaches the place with
-    its number."""
-    import multiprocessing
-    import signal
-    import time
-
-    from trainer.checkpoint.progress import LossMeter
-    from trainer.distributed.comm_timer import DeviceInterval
-    from trainer.optim import ema
-
-    place = PLACES[int(os.environ["RANK"])]
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    owner, name, times = {
-        "meter": (LossMeter, "take_mean", 1),
-        "average": (ema, "_copy", 2),  # the first call is that of the first update
-        "beginning": (DeviceInterval, "first", 5),  # before the buffers are copied in step 5
-    }[place]
+    """In a rank: train without a launcher, struck at the place that has the rank's number."""
+    place, (owner, name, times) = list(PLACES.items())[int(os.environ["RANK"])]
+    for variable in ("RANK", "WORLD_SIZE"):
+        del os.environ[variable]
     original, left = getattr(owner, name), iter(range(times)[::-1])
 
     def then_strike(*given):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from runs import events, run, steps, summary, train, until_done, weights
-from stream_task import windows
 
 from trainer.commands.compare import differences
 
@@ -79,21 +78,6 @@ def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(
         "{11}"}  # fmt: skip
     assert all(e["replaced_by"] not in BAD for e in found)
     assert "9 bad samples replaced" in capfd.readouterr().out
-
-
-def test_any_number_of_ranks_and_workers_trains_on_the_same_samples(ranks, tmp_path):
-    found, counts = [], []
-    for size, workers in ((1, 0), (2, 2), (3, 0)):
-        tape = tmp_path / f"tape-{size}"
-        folder = run(ranks, size, tmp_path / f"run-{size}", *SKIP, "--task.batched", "--epochs=2",
-                     f"--task.tape={tape}", f"--data.workers={workers}")
-        found.append(windows(tape, size, 6))
-        counts.append([line.get("replaced", 0) for line in steps(folder)])
-
-    assert found[0] == found[1] == found[2]
-    assert counts[0] == counts[1] == counts[2]
-    assert sum(counts[0]) == 2 * len(BAD)
-    assert not BAD & {index for window in found[0] for _, index, _ in window}
 
 
 def test_too_many_bad_samples_end_the_run_on_all_ranks(ranks, tmp_path, capfd):

@@ -110,7 +110,9 @@ class Keeping(Dataset):
             self.reads += 1
             x = x + self.reads
         elif self.way == "drawn data":
-            x = self.drawn.setdefault(index, torch.randn(WIDTH))
+            if index not in self.drawn:
+                self.drawn[index] = torch.randn(WIDTH)
+            x = self.drawn[index]
         return x, torch.ones(1)
 
 
