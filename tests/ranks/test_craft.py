@@ -66,10 +66,7 @@ def test_the_operation_that_creates_a_nan_is_reported_by_its_rank(ranks, tmp_pat
 
 
 def save_random_weights(path: str) -> None:
-    """Save weights of 1000 classes in the format of old scripts.
-
-    Runs in a rank, since torchvision's import takes seconds.
-    """
+    """In a rank, which has torchvision: save weights of 1000 classes as old scripts did."""
     from torchvision.models import resnet18
 
     torch.manual_seed(5)

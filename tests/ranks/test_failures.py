@@ -47,20 +47,6 @@ def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(
     assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, undisturbed, tmp_path, size):
-    once = "--inject=raise:step=12:phase=optimizer"
-
-    codes, _ = run(ranks, size, tmp_path / "run", once)
-    found = inspect(tmp_path / "run")
-    again, _ = run(ranks, size, tmp_path / "run", once)
-
-    assert codes == [1] * size
-    assert found["step"] in (11, 10 + size)  # a peer may have made its update
-    assert again == [0] * size
-    assert not list(differences(undisturbed(size, *TASK), tmp_path / "run"))
-
-
 @pytest.mark.parametrize(("how", "told", "kept"), [
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
     ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),

@@ -8,26 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness import RankDied, RankHung, Ranks
 
 
-def rank_plus(number: int, *, factor: int = 1) -> tuple[int, int, int]:
-    total = torch.tensor([dist.get_rank() + number])
-    dist.all_reduce(total)
-    return dist.get_rank(), int(total) * factor, torch.get_num_threads()
-
-
-def fail_on(rank: int) -> None:
+def fail_on(rank: int, *, killed: bool = False) -> None:
     if dist.get_rank() == rank:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise ZeroDivisionError("the cause")
-    dist.barrier()
-
-
-def kill_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -37,15 +26,10 @@ def a_name_to_find_in_the_stack() -> None:
 
 
 def hang_on(rank: int, folder: str) -> None:
-    here = dist.get_rank()
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(folder, str(here)).write_text(f"{os.getpid()} {child.pid}")
-    if here == rank:
+    Path(folder, str(dist.get_rank())).write_text(f"{os.getpid()} {child.pid}")
+    if dist.get_rank() == rank:
         a_name_to_find_in_the_stack()
-
-
-def test_a_function_runs_in_a_group_of_ranks_and_returns_by_rank(ranks: Ranks) -> None:
-    assert ranks(3, rank_plus, 10, factor=2) == [(0, 66, 1), (1, 66, 1), (2, 66, 1)]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -61,7 +45,7 @@ def test_the_exception_that_came_first_is_raised_with_rank_and_traceback(
 
 def test_a_death_is_the_cause_and_not_the_errors_of_its_peers(ranks: Ranks) -> None:
     with pytest.raises(RankDied, match="rank 1 of 3 died by SIGKILL"):
-        ranks(3, kill_on, 1)
+        ranks(3, fail_on, 1, killed=True)
 
 
 def test_a_hang_is_reported_with_its_stack_and_nothing_is_left(

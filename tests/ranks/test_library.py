@@ -148,18 +148,6 @@ def test_what_ends_a_call_is_saved_and_raised_and_the_next_call_goes_on_with_the
         assert where.endswith(" in fail")
 
 
-def killed(run: str) -> None:
-    trainer.train(config(run, inject=("kill:step=7:phase=backward",)))
-
-
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, call, undisturbed, run):
-    [outcome] = ranks.outcomes(1, alone, killed, run, group=False)
-    call(straight, run)
-
-    assert outcome.signal == signal.SIGKILL
-    assert not list(differences(undisturbed, Path(run)))
-
-
 class Interrupted(Held):
     def dataset(self, split: str) -> Any:
         send(signal.SIGINT)()
@@ -224,20 +212,6 @@ def test_a_refusal_is_a_config_error_and_starts_nothing(run, more, message):
         trainer.train(config(run, **more))
 
     assert not Path(run).exists()
-
-
-def other_data(run: str) -> str:
-    task = Held()
-    trainer.train(config(run, task, steps=4))
-    task.x = samples(96, 9)[0]
-    return error_of(trainer.train, config(run, task))
-
-
-def test_a_run_of_other_data_in_memory_is_refused(call, run):
-    found = call(other_data, run)
-
-    assert "the data's fingerprint was" in found
-    assert "the order of a set" in found
 
 
 def documented(folder: str) -> Any:

@@ -24,10 +24,7 @@ from trainer.resilience import processes
 
 
 def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:
-    """Run `wait` in this thread; what another thread sees of it, then `release`.
-
-    The wait is over when the same answer has been seen for half a second.
-    """
+    """Run `wait` in this thread; what another one sees of it for half a second, then `release`."""
     me, seen = threading.get_ident(), list[WaitsFor]()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""What a run shows: metrics.jsonl, TensorBoard, the console, over restarts and full disks."""
+"""What a run shows: TensorBoard, the console, hints, over restarts and full disks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TAPE, run, steps, train, until_done
+from runs import TAPE, events, run, steps, train, until_done
 
 from trainer.commands.compare import differences
 
@@ -195,3 +195,18 @@ def test_a_failed_save_ends_the_run_where_that_is_asked_for(ranks, tmp_path, cap
 
     assert "was not saved" in capfd.readouterr().out
     assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_a_bad_run_gets_each_hint_once_also_after_a_restart(ranks, tmp_path, capfd):
+    until_done(ranks, 1, tmp_path, "--task=hinted_task:Hinted", "--device=cpu", "--steps=240",
+               "--batch.global-size=8", "--batch.micro-size=4", "--schedule.name=constant",
+               "--schedule.warmup=off", "--optim.lr=1e-4", "--task.scale=50", "--task.shuffled",
+               "--task.leaked", "--task.dead", "--clip.norm=1",
+               "--inject=kill:step=150:phase=forward")
+
+    hints = [event["hint"] for event in events(tmp_path, "hint")]
+    assert sorted(hints) == ["clipped-steps", "constant-rate", "dead-gradient", "first-loss",
+                             "flat-loss", "shared-samples", "small-batchnorm"]
+    output = capfd.readouterr().out
+    for name in hints:
+        assert output.count(f"docs/hints.md#{name}; --log.hints-off {name}") == 1

@@ -18,8 +18,8 @@ class Net(nn.Module):
 
     def __init__(self, *, dead: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(),
-                                  nn.Linear(16, 2))
+        self.body = nn.Sequential(
+            nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
         self.blind = nn.Linear(2, 2) if dead else None
 
     def forward(self, points: Tensor) -> Tensor:
