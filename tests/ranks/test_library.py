@@ -26,8 +26,6 @@ from trainer.commands.inspect import inspect
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Optim, WorldConfig
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
     """12 steps of two micro-batches."""
@@ -39,8 +37,9 @@ def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
 
 def alone(function: Any, *arguments: Any) -> Any:
     """Call a function in a rank without the environment variables of a launcher."""
-    for name in LAUNCHERS:
-        os.environ.pop(name, None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "MASTER_PORT"):
+        del os.environ[name]
     return function(*arguments)
 
 

@@ -195,16 +195,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     files = {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     capfd.readouterr()
 
-    ended = codes(ranks, 2, *arguments, f"--run-dir={broken}")
+    run(ranks, 2, broken, *arguments, code=2 if damage == "all" else 0)
 
     output = capfd.readouterr().out
     assert "step-00000010" in output
     if damage == "all":
-        assert ended == [2, 2]
         assert "no valid checkpoint is left; nothing was changed" in output
         assert files == {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     else:
-        assert ended == [0, 0]
         assert "continuing from step 9" in output
         assert not list(differences(straight, broken))
 

@@ -34,9 +34,7 @@ def test_each_epoch_has_each_kept_sample_once_in_another_order(ranks, tmp_path, 
     for epoch in seen.values():
         assert len(epoch) == len(set(epoch)) == 24
     assert len({tuple(sorted(epoch)) for epoch in seen.values()}) > 1, "drops the same samples"
-    orders = {tuple(i for line in tapes[0] for i, e in zip(line["ids"], line["epochs"],
-              strict=True) if e == epoch) for epoch in seen}  # fmt: skip
-    assert len(orders) == 3
+    assert len({tuple(epoch[:8]) for epoch in seen.values()}) == 3
 
 
 @pytest.mark.parametrize("size", [1, 2])
