@@ -76,10 +76,10 @@ class Launch:
     def pids(self) -> list[int]:
         """Pids of the launcher and of its descendants: fork server, ranks, their loader workers."""
         found, marker = [], f"--run-dir={self.run}".encode()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if marker in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
+                if marker in (entry / "cmdline").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
         return [pid for pid in sorted(found) if alive(pid)]
 
     def tree(self, pid: int = 0) -> list[int]:
