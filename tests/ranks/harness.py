@@ -5,7 +5,6 @@ Linux only. A rank costs a fork (milliseconds) instead of an import of torch (se
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pickle
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-NOTHING = pickle.dumps({})
 GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
 
 
@@ -31,10 +29,8 @@ class RankHung(TimeoutError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one rank ended: by `value`, `error`, `signal`, `exit_code`, or `hung` (it was killed).
-
-    `at` is the time it ended (time.monotonic), `output` what it wrote to stdout and stderr.
-    """
+    """How a rank ended: by `value`, `error`, `signal`, `exit_code`, or `hung` (was killed); when,
+    by time.monotonic, and what it wrote to stdout and stderr."""
 
     rank: int
     value: Any = None
@@ -55,15 +51,15 @@ class Ranks:
     """The client's end: `ranks(world_size, function, *args, **kwargs)`; see `__call__`."""
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
         self._start()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
                  **options: Any) -> list[Any]:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
 
-        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
+        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors. Raises
+        what the rank that failed first has raised, with rank and traceback as a note, or RankDied,
+        or RankHung with all stacks.
 
         Args:
             function: at module level; arguments and results are pickled.
@@ -72,10 +68,6 @@ class Ranks:
                 False: no group, only the variables that torchrun sets, with a free port.
                 `env`: more environment variables. {rank} in a value becomes the rank.
                 The others are arguments of the function.
-
-        Raises:
-            the exception of the rank that failed first, with rank and traceback as a note;
-            RankDied: the first failure was a death; RankHung: time was up, with all stacks.
         """
         outcomes = self._run(world_size, function, args, GRACE_S, **options)
         for outcome in outcomes:
@@ -86,22 +78,13 @@ class Ranks:
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
                  **options: Any) -> list[Outcome]:
-        """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
-
-        After a death the others go on until they end themselves or the time is up.
-        """
+        """How each rank ended, for tests in which ranks die: the others go on after a death."""
         return self._run(world_size, function, args, None, **options)
 
     def close(self) -> None:
-        """End the server, and with it every process that it started."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._server is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(timeout=10)
-            self._server.kill()
-            self._server.wait()
-        self._server = self._connection = None
+        """End the server, which ends every process that it started."""
+        self._connection.close()
+        self._server.wait()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -118,31 +101,19 @@ class Ranks:
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...],
              grace_s: float | None, *, timeout_s: float = 100.0, group: bool = True,
              env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
-        try:
-            call = pickle.dumps((function, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(f"{function!r} or its arguments can't be sent to another process; "
-                            "use a function at module level and plain arguments") from error
-        request = {"world_size": world_size, "call": call, "timeout_s": timeout_s, "group": group,
-                   "module": getattr(function, "__module__", None), "grace_s": grace_s or timeout_s,
-                   "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
-                   "env": dict(env or {})}
-        if self._connection is None:
-            self._start()
-        assert self._connection is not None
+        request = {"world_size": world_size, "call": pickle.dumps((function, args, kwargs)),
+                   "module": function.__module__, "timeout_s": timeout_s, "group": group,
+                   "grace_s": grace_s or timeout_s, "path": sys.path, "cwd": os.getcwd(),
+                   "environ": dict(os.environ), "env": dict(env or {})}
         try:
             self._connection.send(request)
             reply = self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            self.close()
-            raise RuntimeError("the server of the ranks ended; stderr says why") from error
         except BaseException:  # a test's time limit, Ctrl-C: begin afresh next time
             self.close()
+            self._start()
             raise
-        if isinstance(reply, str):
-            raise RuntimeError(reply)
-        return [Outcome(**(fields | pickle.loads(fields.pop("result", NOTHING))))
-                for fields in reply]
+        results = [pickle.loads(fields.pop("result")) for fields in reply]
+        return [Outcome(**fields | result) for fields, result in zip(reply, results, strict=True)]
 
 
 def _raise_first_failure(outcomes: list[Outcome]) -> None:
@@ -158,10 +129,8 @@ def _raise_first_failure(outcomes: list[Outcome]) -> None:
     if first.error is not None:
         raise first.error
     if first.hung:
-        hung = [outcome for outcome in failed if outcome.hung]
-        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in hung)
-        raise RankHung(f"no result in time from rank {', '.join(str(o.rank) for o in hung)} of "
-                       f"{len(outcomes)}\n{stacks}")
+        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in failed if o.hung)
+        raise RankHung(f"no result in time from {name}\n{stacks}")
     how = (signal.Signals(first.signal).name if first.signal
            else f"leaving with exit code {first.exit_code}")
     raise RankDied(f"{name} died by {how}\n{first.output}")

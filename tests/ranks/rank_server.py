@@ -44,7 +44,7 @@ def serve(fd: int) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become ours
     for name in PRELOAD:
         importlib.import_module(name)
-    # the first one reads its classes' sources
+    # The first call reads the sources of its classes.
     importlib.import_module("trainer.config.command_line").parse_config([])
     while True:
         try:
@@ -52,14 +52,10 @@ def serve(fd: int) -> NoReturn:
         except EOFError:
             os._exit(0)  # an ordinary exit with torch takes a second
         sys.path[:] = request["path"]
-        # What the test's module imports is imported once, for all of its tests. If that fails, the
-        # ranks fail in the same way and report it.
+        # Imported once for all tests of the module. If that fails, the ranks report it.
         with contextlib.suppress(BaseException):
             importlib.import_module(request["module"])
-        threads = len(os.listdir("/proc/self/task"))
-        client.send(f"importing {request['module']} started {threads - 1} threads, which a fork "
-                    "doesn't copy: start them in functions" if threads > 1
-                    else _run_ranks(request, client))
+        client.send(_run_ranks(request, client))
 
 
 def _run_ranks(request: dict[str, Any], client: Connection) -> list[dict[str, Any]]:
@@ -68,24 +64,15 @@ def _run_ranks(request: dict[str, Any], client: Connection) -> list[dict[str, An
     folder, port, living = Path(tempfile.mkdtemp()), free_port(), Living()
     try:
         for rank in range(request["world_size"]):
-            pid = _fork(request, rank, folder, port, client)
+            if (pid := os.fork()) == 0:
+                client.close()
+                _be_rank(request, rank, folder, port)
             living[os.pidfd_open(pid)] = rank, pid
         ended = _watch(living, folder, client, request["timeout_s"], request["grace_s"])
     finally:
         _kill_all_children()
         shutil.rmtree(folder)
     return sorted(ended, key=lambda fields: fields["rank"])
-
-
-def _fork(request: dict[str, Any], rank: int, folder: Path, port: int, client: Connection) -> int:
-    server = os.getpid()
-    if pid := os.fork():
-        return pid
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
-    client.close()
-    _be_rank(request, rank, folder, port)
 
 
 def _watch(living: Living, folder: Path, client: Connection, timeout_s: float,
@@ -103,15 +90,14 @@ def _watch(living: Living, folder: Path, client: Connection, timeout_s: float,
             rank, pid = living.pop(pidfd)
             os.close(pidfd)
             ended.append(_ended(rank, pid, folder, killed=not ready))
-            if "result" not in ended[-1] or ended[-1].pop("failed"):
+            if ended[-1].pop("failed"):
                 (folder / "failed").touch()
                 deadline_s = min(deadline_s, time.monotonic() + grace_s)
     return ended
 
 
 def _kill_hung(living: Living) -> None:
-    """SIGABRT makes faulthandler write all stacks into the output, also of one that was stopped;
-    SIGKILL is for the rest."""
+    """SIGABRT makes faulthandler write all stacks into the output, SIGKILL is for the rest."""
     for number, seconds in ((signal.SIGABRT, 10.0), (signal.SIGKILL, 30.0)):
         limit_s = time.monotonic() + seconds
         for pidfd in living:
@@ -123,18 +109,15 @@ def _kill_hung(living: Living) -> None:
 
 
 def _ended(rank: int, pid: int, folder: Path, *, killed: bool) -> dict[str, Any]:
-    info = os.waitid(os.P_PID, pid, os.WEXITED)
-    assert info is not None
-    lines = (folder / f"{rank}.output").read_text(errors="replace").splitlines(keepends=True)
-    fields = {"rank": rank, "at": time.monotonic(), "output": "".join(  # without 30 names that
-        line for line in lines if not line.startswith("Extension modules:"))}  # faulthandler adds
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    fields = {"rank": rank, "at": time.monotonic(), "failed": True, "result": pickle.dumps({}),
+              "output": (folder / f"{rank}.output").read_text(errors="replace")}
     result = folder / f"{rank}.result"
-    by_signal = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    if result.exists() and (killed or not by_signal):
-        return fields | {"result": result.read_bytes(), "failed": info.si_status == 1}
+    if result.exists() and (killed or code >= 0):
+        return fields | {"result": result.read_bytes(), "failed": code == 1}
     if killed:
         return fields | {"hung": True}
-    return fields | {"signal" if by_signal else "exit_code": info.si_status}
+    return fields | ({"exit_code": code} if code >= 0 else {"signal": -code})
 
 
 def _kill_all_children() -> None:
@@ -149,10 +132,10 @@ def _kill_all_children() -> None:
 def _be_rank(request: dict[str, Any], rank: int, folder: Path, port: int) -> NoReturn:
     failed = True
     try:
-        output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        with open(folder / f"{rank}.output", "a") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(file=2)
         failed, result = _call(request, rank, folder, port)
@@ -175,11 +158,11 @@ def _call(request: dict[str, Any], rank: int, folder: Path, port: int) -> tuple[
     world_size = request["world_size"]
     try:
         os.chdir(request["cwd"])
-        os.environ.update(request["environ"])
-        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size),
-                           "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        os.environ.update({k: v.replace("{rank}", str(rank)) for k, v in request["env"].items()})
+        os.environ |= request["environ"] | {
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port)}
+        os.environ |= {k: v.replace("{rank}", str(rank)) for k, v in request["env"].items()}
         import numpy as np
         import torch
         import torch.distributed as dist

@@ -10,21 +10,20 @@ import pytest
 from runs import run, steps, until_done
 
 from trainer.commands.compare import differences
-from trainer.commands.inspect import inspect
 
 TASK = ["--task=odd_task:Odd", "--device=cpu", "--batch.micro-size=3",
         "--data.drop-last=off", "--eval.every=8", "--checkpoint.every=7",
         "--parallel.reduction=canonical"]  # fmt: skip
 
 
-def label(folder: Path) -> str:
-    return json.loads((folder / "environment.json").read_text())["determinism"]["label"]
-
-
 SMALL = ["--task.samples=116", "--batch.global-size=12", "--data.workers=0"]
 ODD = ["--task.samples=167", "--batch.global-size=18", "--task.width=700", "--task.odd",
        "--parallel.find-unused=on", "--optim.ema=0.9", "--data.workers=1"]  # fmt: skip
 """4 and 6 micro-batches; the last window of an epoch has 3 and 2, fewer than ranks."""
+
+
+def label(folder: Path) -> str:
+    return json.loads((folder / "environment.json").read_text())["determinism"]["label"]
 
 
 @pytest.mark.parametrize(("sizes", "more"), [
@@ -44,20 +43,16 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, undisturbed, tmp_path, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", [
-    [*SMALL, "--precision.dtype=bf16"],
+    [*SMALL, "--precision.dtype=bf16", "--nonfinite.spike-z=0.1"],
     [*SMALL, "--precision.dtype=fp16"],
-    [*SMALL, "--nonfinite.spike-z=0.1"],
     [*SMALL, "--optim.name=sgd", "--clip.value=0.01", "--schedule.name=one-cycle"],
     ["--task=tape_task:Tape", "--task.norm=batch", "--task.samples=41", "--task.nan-at=17",
      "--batch.global-size=12"],
     ["--task=tape_task:Tokens", "--batch.global-size=12"],
     ["--task=stream_task:StreamTape", "--task.kind=lanes", "--task.sizes=9,6,7,11",
      "--batch.global-size=12", "--task.validation=5"],
-    ["--task=stream_task:StreamTape", "--task.samples=50", "--data.drop-last=on",
-     "--batch.global-size=12"],
     pytest.param([*SMALL, "--precision.compile=on"], marks=pytest.mark.timeout(600)),
-], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream",
-        "compiled"])  # fmt: skip
+], ids=["bf16", "fp16", "sgd", "nan", "tokens", "lanes", "compiled"])
 def test_other_settings_do_not_depend_on_the_number_of_ranks(ranks, undisturbed, tmp_path, more):
     arguments = [*TASK, *more, "--steps=24"]
 
@@ -106,17 +101,6 @@ def test_the_number_of_ranks_may_change_and_ranks_may_die(
     assert label(tmp_path / "elastic") == "exact"
 
 
-def test_a_survivor_saves_the_last_boundary(ranks, undisturbed, tmp_path):
-    arguments = [*TASK, *SMALL, "--steps=7", "--checkpoint.every=off"]
-
-    until_done(ranks, [3, 2], tmp_path / "killed", *arguments,
-               "--inject=kill:step=5:rank=1:phase=backward")
-
-    assert not list(differences(undisturbed(1, *arguments), tmp_path / "killed"))
-    starts = [a["start_step"] for a in inspect(tmp_path / "killed")["attempts"]]
-    assert starts == [0, 4]
-
-
 UNFIT = ["--task=hidden_task:Hidden", "--task.samples=13", "--device=cpu", "--batch.global-size=8",
          "--batch.micro-size=2", "--data.drop-last=off", "--data.workers=0",
          "--parallel.reduction=canonical"]  # fmt: skip
@@ -125,8 +109,7 @@ UNFIT = ["--task=hidden_task:Hidden", "--task.samples=13", "--device=cpu", "--ba
 @pytest.mark.parametrize(("way", "size", "why"), [
     ("teacher", 2, "changes the parameters teacher"),
     ("sparse", 1, "the gradients of table.weight come in parts"),
-    ("reentrant", 2, "the gradients of body.bias, body.weight come in parts"),
-])  # fmt: skip
+    ("reentrant", 2, "the gradients of body.bias, body.weight come in parts")])
 def test_models_that_depend_on_the_number_of_ranks_are_refused(
         ranks, tmp_path, capfd, way, size, why):
     run(ranks, size, tmp_path / "run", *UNFIT, f"--task.way={way}", "--steps=1", code=2)
@@ -134,14 +117,13 @@ def test_models_that_depend_on_the_number_of_ranks_are_refused(
     output = capfd.readouterr().out
     assert "error: --parallel.reduction canonical: " in output
     assert why in output
-    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 def test_a_changed_non_persistent_buffer_is_named(ranks, tmp_path, capfd):
     run(ranks, 2, tmp_path / "run", *UNFIT, "--task.way=passing", "--steps=1")
 
-    output = capfd.readouterr().out
-    assert output.count("warning: the model's forward changes passing, registered with") == 1
+    warning = "warning: the model's forward changes passing, registered with"
+    assert capfd.readouterr().out.count(warning) == 1
 
 
 def test_a_start_at_a_window_with_fewer_micro_batches_than_ranks(ranks, undisturbed, tmp_path):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import TAPE, events, run, steps, summary, validations, weights
+from runs import PLATEAU, TAPE, events, run, steps, summary, validations, weights
 from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
 
 TASK = (*TAPE, "--task.norm=batch", "--task.validation=6")
-PLATEAU = ("--steps=20", "--schedule.name=plateau", "--schedule.options=patience=0",
-           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
-           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
 RESNET = ("--task=resnet_task:ResNet", "--device=cpu", "--data.workers=0", "--batch.global-size=4",
           "--batch.micro-size=2", "--steps=2")  # fmt: skip
 
 
 def test_a_plateau_follows_the_validation_loss(ranks, tmp_path):
-    folder = run(ranks, 1, tmp_path / "run", *TASK, *PLATEAU)
+    folder = run(ranks, 1, tmp_path / "run", *TASK, *PLATEAU, "--steps=20")
 
     rates = [line["lr"] for line in steps(folder)]
     losses = {line["step"]: line["val_loss"] for line in validations(folder)}
@@ -32,16 +29,6 @@ def test_a_plateau_follows_the_validation_loss(ranks, tmp_path):
                 rate *= 0.5
     assert rates == pytest.approx(expected, abs=1e-12)
     assert rates[-1] < 0.02
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--task.validation=0"], "the task has no validation data"),
-    (["--schedule.options=metric=val_f1:max"], "it computes val_loss, val_abs"),
-], ids=["no-validation", "no-such-figure"])  # fmt: skip
-def test_a_plateau_without_its_metric_is_refused(ranks, tmp_path, capfd, flags, message):
-    run(ranks, 1, tmp_path / "run", *TASK, "--steps=4", "--schedule.name=plateau", *flags, code=2)
-
-    assert message in capfd.readouterr().out
 
 
 def test_averaged_weights_are_validated_and_exported(ranks, tmp_path):
@@ -74,16 +61,12 @@ def test_the_operation_that_creates_a_nan_is_reported_by_its_rank(ranks, tmp_pat
                  "--steps=8", "--numerics.anomaly=on")
 
     (event,) = events(folder, "anomaly")
-    found = {k: event[k] for k in ("at_step", "micro_batch", "rank", "phase", "node", "module")}
-    assert found == {"at_step": 6, "micro_batch": 2, "rank": 1, "phase": "backward",
-                     "node": "AbsBackward0", "module": None}  # infinity · 0
+    assert event.items() >= {"at_step": 6, "micro_batch": 2, "rank": 1, "phase": "backward",
+                             "node": "AbsBackward0", "module": None}.items()  # infinity · 0
 
 
 def save_random_weights(path: str) -> None:
-    """Save weights of 1000 classes in the format of old scripts.
-
-    Runs in a rank, since torchvision's import takes seconds.
-    """
+    """In a rank, which has torchvision: save weights of 1000 classes as old scripts did."""
     from torchvision.models import resnet18
 
     torch.manual_seed(5)
@@ -113,11 +96,3 @@ def test_in_fine_tuning_a_new_head_learns_and_frozen_parts_stay_bit_identical(
         if not name.startswith("fc."):
             changed = not torch.equal(value, before[f"module.{name}"])
             assert changed == name.startswith("layer4."), name
-
-
-def test_weights_that_do_not_fit_are_refused_before_the_run_folder_is_touched(ranks, tmp_path):
-    torch.save({"model": {"layer.weight": torch.ones(2)}}, tmp_path / "other.pt")
-
-    run(ranks, 2, tmp_path / "run", *TASK, f"--init={tmp_path / 'other.pt'}", code=2)
-
-    assert not (tmp_path / "run").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ TASK = (*TAPE, "--task=failing_task:Failing", "--data.shuffle=off", "--task.norm
 RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
 
 
-def run(ranks, size: int, path: Path, *arguments: str, env: dict[str, str] | None = None):
+def run(ranks, size: int, path: Path, *arguments: str, **options):
     """The exit code of each rank, and what it has said."""
     outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={path}", group=False,
-                              env=env)
+                              **options)
     return [o.exit_code or o.value for o in outcomes], [o.output for o in outcomes]
 
 
@@ -46,20 +45,6 @@ def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(
     (failure,) = {e["why"] for e in events(tmp_path / "run", "failure", echo=False)}
     assert "ValueError: nothing to reshape; this was a micro-batch of 0 samples" in failure
     assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, undisturbed, tmp_path, size):
-    once = "--inject=raise:step=12:phase=optimizer"
-
-    codes, _ = run(ranks, size, tmp_path / "run", once)
-    found = inspect(tmp_path / "run")
-    again, _ = run(ranks, size, tmp_path / "run", once)
-
-    assert codes == [1] * size
-    assert found["step"] in (11, 10 + size)  # a peer may have made its update
-    assert again == [0] * size
-    assert not list(differences(undisturbed(size, *TASK), tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("how", "told", "kept"), [
@@ -96,40 +81,20 @@ def test_the_task_may_change_the_current_folder_and_lose_a_child(ranks, undistur
         assert not list(differences(undisturbed(2, *TASK), tmp_path / how))
 
 
-def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):
-    codes, _ = run(ranks, 1, tmp_path / "run", "--inject=raise:step=12:phase=step-end",
-                   "--checkpoint.every=5")
-
-    assert codes == [1]
-    assert inspect(tmp_path / "run")["step"] == 10
-
-
 def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(ranks, tmp_path):
     codes, said = run(ranks, 2, tmp_path / "run", "--task.how=memory", "--task.at=92")
 
     assert codes == [1, 1]
-    lines = said[1].splitlines()
-    told = next(i for i, line in enumerate(lines) if "error: out of memory" in line)
-    assert "out of memory, in phase forward, with micro-batches of 2" in lines[told]
-    for line, start in zip(lines[told + 1:], (
-        "  1. a smaller micro-batch at the same global batch: --batch.micro-size 1 --accept",
-        "  2. mixed precision: --precision.dtype bf16",
-        "  3. activation checkpointing: torch.utils.checkpoint.checkpoint(",
-        "[rank 1] error: rank 1, step 12 (forward), attempt 0: RuntimeError: ",
-    ), strict=True):  # fmt: skip
-        assert line.startswith(start)
-    failure, lost = (events(tmp_path / "run", "failure", echo=False)[0],
-                     events(tmp_path / "run", "lost-peer")[0])
+    assert re.search("error: out of memory, in phase forward, with micro-batches of 2.*\n"
+                     "  1. a smaller micro-batch at .*: --batch.micro-size 1 --accept.*\n"
+                     "  2. mixed precision: --precision.dtype bf16.*\n"
+                     "  3. activation checkpointing: torch.utils.checkpoint.checkpoint.*\n.*"
+                     r"error: rank 1, step 12 \(forward\), attempt 0: RuntimeError: .*\n$", said[1])
+    [failure] = events(tmp_path / "run", "failure", echo=False)
+    [lost] = events(tmp_path / "run", "lost-peer")
     assert (failure["rank"], lost["rank"]) == (1, 0)
     assert lost["time"] - failure["time"] < 20.0  # the collectives' limit is a minute
     assert inspect(tmp_path / "run")["step"] == 11
-
-
-def test_runs_that_vanish_with_everything_are_no_failures(ranks, tmp_path):
-    for _ in range(4):
-        [ended] = ranks.outcomes(1, train, *TASK, "--inject=kill:step=3:always",
-                                 f"--run-dir={tmp_path / 'run'}", group=False)
-        assert ended.signal == signal.SIGKILL
 
 
 def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ranks, tmp_path):
@@ -137,45 +102,25 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
 
     run(ranks, 2, tmp_path / "run", "--task.how=raise", "--task.at=92", env=env)
 
-    failures = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1,
-                                     error_file=f"{tmp_path}/{rank}.json") for rank in (0, 1)}
-    shown = str(ChildFailedError("trainer", failures))
-    first, _ = ChildFailedError("trainer", failures).get_first_failure()
-    assert first == 1
+    ended = ChildFailedError("trainer", {
+        rank: ProcessFailure(rank, 1, 1, f"{tmp_path}/{rank}.json") for rank in (0, 1)})
+    assert ended.get_first_failure()[0] == 1
     assert re.search(rf"rank 1, step 12 \(forward\), attempt 0: {re.escape(RAISED)}\d+ in _fail\)\n"
-                     "=+$", shown)
-    assert "a peer of rank 1 was lost" not in shown
+                     "=+$", str(ended))
     assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(
         "a peer of rank 0 was lost at step 12")
 
 
-def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ranks, tmp_path):
+def test_a_start_tells_of_lines_that_no_checkpoint_holds(ranks, tmp_path):
     run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=term:step=17",
         "--inject=slow:step=16")  # until some save is whole
     record = tmp_path / "run/metrics.jsonl"
     record.write_text("".join(record.read_text().splitlines(keepends=True)[:3]))
-    aside = tmp_path / "run/.model.safetensors.1.tmp"
-    aside.touch()
 
     codes, [said] = run(ranks, 1, tmp_path / "run", "--checkpoint.every=5")
 
     assert codes == [0]
-    assert not aside.exists()
     [lost] = events(tmp_path / "run", "lines-lost")
-    # The checkpoint of step 17 holds the lines since the newest before it that was whole by then.
     assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
-    assert lost["last"] in (5, 10, 15)
+    assert lost["last"] in (5, 10, 15)  # of the newest save that was whole before the last
     assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
-
-
-def test_a_record_that_is_removed_in_mid_run_is_there_in_full_at_the_end(
-    ranks, undisturbed, tmp_path
-):
-    codes, said = run(ranks, 2, tmp_path / "run", "--log.sinks=failing_task:Thief",
-                      "--inject=slow:step=14:seconds=0.6")
-
-    assert codes == [0, 0]
-    for name in ("metrics.jsonl", "events.jsonl"):
-        assert "".join(said).count(f"another process has removed {name} during the run") == 1
-    assert not list(differences(undisturbed(2, *TASK), tmp_path / "run"))
-    assert all(events(tmp_path / "run", name) for name in ("start", "first-step", "end"))

@@ -1,8 +1,11 @@
-"""Number formats: fp16 with its scaler, compiled models, skipped updates."""
+"""Number formats and compiled models: fp16 with its scaler, skipped updates, the cache."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from runs import TAPE, run, state, steps, until_done, weights
 from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
+from trainer.distributed.world import World
+from trainer.optim.compile_cache import VARIABLE, use
 
 TASK = (*TAPE, "--task.norm=group")
 
@@ -57,18 +62,6 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
     assert all(torch.allclose(half[name], plain[name], atol=1e-3) for name in plain)
 
 
-def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path):
-    run(ranks, 2, tmp_path / "run", *TASK, "--steps=8", "--task.norm=batch",
-        "--checkpoint.every=1", "--checkpoint.keep=9", "--inject=nan:step=5:rank=1")
-
-    line = steps(tmp_path / "run")[4]
-    assert line["skipped"]
-    assert line["loss"] is None
-    before, after = (weights(tmp_path / "run", n) for n in (4, 5))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", 8).values())
-
-
 @pytest.mark.long
 def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, tmp_path):
     # The walk contains each ordered pair of settings (ranks, compile) at least once.
@@ -87,10 +80,37 @@ def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, t
     assert len(steps(tmp_path / "run")) == len(walk)
 
 
-def test_names_in_a_checkpoint_are_those_of_the_plain_model(ranks, tmp_path):
-    from tape_task import Tape
+def compile_something(folder: str, end: str) -> str:
+    """In a rank: use the cache, compile as `end` says, and tell where it is."""
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-    run(ranks, 2, tmp_path / "run", *TASK, "--steps=2")
+    os.environ.pop(VARIABLE, None)
+    with World.form(device="cpu") as world:
+        use(Path(folder), world)
+        place = Path(os.environ[VARIABLE])
+        place.mkdir(exist_ok=True)
+        world.barrier()
+        with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+            (place / f"half-{world.rank}").touch()
+            world.barrier()
+            if end == "kill" and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if end == "raise" and world.rank == 1:
+                raise ZeroDivisionError
+    return str(place)
 
-    model = Tape(norm="group").model()
-    model.load_state_dict(weights(tmp_path / "run", 2), strict=True)
+
+@pytest.mark.parametrize("end", ["kill", "raise"])
+def test_a_cache_is_made_anew_after_an_end_amid_a_compile_only(ranks, tmp_path, end):
+    [place, _] = ranks(2, compile_something, str(tmp_path), "", group=False)
+    kept = Path(place, "old")
+    kept.touch()
+
+    ranks(2, compile_something, str(tmp_path), "", group=False)
+    assert kept.exists()
+    ranks.outcomes(2, compile_something, str(tmp_path), end, group=False)
+    assert [mark.suffix for mark in tmp_path.iterdir() if mark.is_file()] == [".compiling-1"]
+    ranks(2, compile_something, str(tmp_path), "", group=False)
+
+    assert not kept.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [Path(place).name]

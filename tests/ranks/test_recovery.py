@@ -25,15 +25,13 @@ ROW = (*TASK, "--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24
 
 @pytest.mark.parametrize(("way", "norm"), [
     ("input", "batch"), ("gradient", "group"), ("outlier", "canonical"),
-    *(pytest.param(*other, marks=pytest.mark.long)
-      for other in [("input", "group"), ("loss", "group"), ("outlier", "batch")]),
-])
+    pytest.param("loss", "group", marks=pytest.mark.long),
+    pytest.param("outlier", "batch", marks=pytest.mark.long)])
 def test_a_bad_sample_is_skipped_with_any_number_of_ranks(ranks, tmp_path, way, norm):
     # Sample 44 is in the third of the four micro-batches of step 6: with W = 2, rank 1's first.
     sick = [*TASK, "--task.first=44", "--task.end=45", f"--task.way={way}", "--steps=8",
-            f"--task.norm={norm}"]
-    if norm == "canonical":
-        sick[-1:] = ["--task.norm=batch", "--parallel.reduction=canonical"]
+            "--checkpoint.every=1", "--checkpoint.keep=9"]
+    sick.append("--parallel.reduction=canonical" if norm == "canonical" else f"--task.norm={norm}")
 
     folders = {size: run(ranks, size, tmp_path / str(size), *sick) for size in (1, 2, 4)}
 
@@ -46,11 +44,12 @@ def test_a_bad_sample_is_skipped_with_any_number_of_ranks(ranks, tmp_path, way, 
         assert cause["input"] == ([44] if way in ("input", "outlier") else [])
         assert event["parameters"] or way == "outlier"
         assert bool(cause["buffers"]) == (way == "outlier")
-        assert all(torch.isfinite(t).all() for t in weights(folder, 8).values())
+        before, after, last = (weights(folder, step) for step in (5, 6, 8))
+        assert all(torch.equal(before[n], t) for n, t in after.items())
+        assert all(torch.isfinite(t).all() for t in last.values())
         if norm == "group":
             one = weights(folders[1], 8)
-            assert all(torch.allclose(one[n], t, atol=1e-5)
-                       for n, t in weights(folder, 8).items())
+            assert all(torch.allclose(one[n], t, atol=1e-5) for n, t in last.items())
 
 
 def test_a_run_without_any_update_is_not_complete(ranks, tmp_path, capfd):
@@ -109,7 +108,6 @@ def test_consecutive_bad_steps_are_rolled_back_and_excluded(
 
 @pytest.mark.parametrize(("faults", "ends"), [
     (["kill:step=9:rank=1:phase=backward"], [[1, -9]]),
-    pytest.param(["term:step=5"], [[75, 75]], marks=pytest.mark.long),
     (["term:step=7:rank=1", "term:step=8"], [[75, 75], [75, 75]])])
 def test_a_stop_or_death_around_a_roll_back_changes_no_bit(
     ranks, undisturbed, tmp_path, faults, ends
@@ -136,30 +134,25 @@ def test_abandoned_checkpoints_are_not_resumed_from(ranks, undisturbed, tmp_path
     assert not list(differences(undisturbed(2, *arguments), cut))
 
 
-def finite_checkpoints(folder) -> bool:
-    kept = inspect(folder)["checkpoints"]
-    return all(c["valid"] and all(torch.isfinite(t).all() for t in
-                                  weights(folder, c["step"]).values()) for c in kept)
-
-
-def test_too_many_bad_steps_end_the_run_with_77_and_finite_checkpoints(ranks, tmp_path, capfd):
-    folder = run(ranks, 2, tmp_path / "run", *TASK, "--inject=nan:rank=1:always", "--steps=40",
-                 "--checkpoint.every=1", "--checkpoint.keep=1", "--nonfinite.max-total=7", code=77)
+@pytest.mark.parametrize("cause", [
+    ["--inject=nan:rank=1:always"],
+    # Gradients are finite, but the rate is too high: the update itself makes weights infinite.
+    ["--optim.lr=1e38", "--optim.name=sgd", "--schedule.warmup=off", "--clip.norm=0"]])
+def test_too_many_bad_steps_end_the_run_with_77_and_finite_checkpoints(
+    ranks, tmp_path, capfd, cause
+):
+    folder = run(ranks, 2, tmp_path / "run", *TASK, *cause, "--steps=40", "--checkpoint.every=1",
+                 "--checkpoint.keep=1", "--nonfinite.max-total=5", code=77)
 
     output = capfd.readouterr().out
     assert output.count("error: ") == 1
-    assert "--nonfinite.max-total is 7" in output
-    assert inspect(folder)["checkpoints"]
-    assert finite_checkpoints(folder)
-
-
-def test_infinite_weights_are_never_saved(ranks, tmp_path):
-    # Gradients are finite, but the rate is too high: the update itself makes weights infinite.
-    folder = run(ranks, 2, tmp_path / "run", *TASK, "--optim.lr=1e38", "--optim.name=sgd",
-                 "--schedule.warmup=off", "--clip.norm=0", "--steps=12", "--checkpoint.every=1",
-                 "--checkpoint.keep=1", "--nonfinite.max-total=5", code=77)
-
-    assert finite_checkpoints(folder)
+    assert "--nonfinite.max-total is 5" in output
+    kept = inspect(folder)["checkpoints"]
+    assert kept
+    for checkpoint in kept:
+        assert checkpoint["valid"]
+        tensors = weights(folder, checkpoint["step"]).values()
+        assert all(torch.isfinite(tensor).all() for tensor in tensors)
 
 
 def test_a_loss_spike_is_excluded_if_enabled(ranks, tmp_path):
@@ -174,8 +167,7 @@ def test_a_loss_spike_is_excluded_if_enabled(ranks, tmp_path):
     assert not events(off, "skipped")
 
 
-@pytest.mark.parametrize(("size", "rank"), [
-    (2, 1), (3, 0), *(pytest.param(*other, marks=pytest.mark.long) for other in [(2, 0), (3, 1)])])
+@pytest.mark.parametrize(("size", "rank"), [(2, 1), (3, 0)])
 def test_a_flipped_bit_is_found_reported_and_undone(ranks, undisturbed, tmp_path, size, rank):
     arguments = [*TASK, "--steps=30", "--checkpoint.every=5", "--parallel.verify-every=3"]
 
@@ -194,12 +186,12 @@ def test_a_flipped_bit_is_found_reported_and_undone(ranks, undisturbed, tmp_path
 
 def flip_a_buffer(*arguments: str) -> int:
     """In a rank: train, and flip a bit of rank 1's running mean once, after step 10."""
-    make, flipped = Step.__call__, []
+    make, due = Step.__call__, [10] if os.environ["RANK"] == "1" else []
 
     def flip(step: Step, *args: Any, **options: Any) -> Any:
         result = make(step, *args, **options)
-        if os.environ["RANK"] == "1" and result.step == 10 and not flipped:
-            flipped.append(result.step)
+        if result.step in due:
+            due.clear()
             mean = next(b for n, b in step.compute.model.named_buffers()
                         if n.endswith("running_mean"))
             mean.view(torch.int32)[0] ^= 1
@@ -223,9 +215,7 @@ def test_a_flipped_bit_of_a_buffer_is_found_and_undone(ranks, undisturbed, tmp_p
 
 @pytest.mark.parametrize(("size", "last", "fault"), [
     (2, 12, "kill:rank=1:step=7:phase=step-end"),
-    pytest.param(3, 12, "kill:rank=0:step=7:phase=optimizer", marks=pytest.mark.long),
-    pytest.param(3, 7, "kill:rank=1:step=7:phase=step-end", marks=pytest.mark.long),
-])  # fmt: skip
+    pytest.param(3, 7, "kill:rank=0:step=7:phase=optimizer", marks=pytest.mark.long)])
 def test_a_death_between_the_last_bad_step_and_the_roll_back_changes_nothing(
     ranks, undisturbed, tmp_path, size, last, fault
 ):
@@ -241,14 +231,8 @@ def test_a_death_between_the_last_bad_step_and_the_roll_back_changes_nothing(
 
 def die_before_the_roll_back(*arguments: str) -> int:
     """In a rank: train; rank 0 dies when the roll-back searches a checkpoint."""
-    find = bad_steps.find_checkpoint
-
-    def die_or_find(*args: Any, **options: Any) -> Any:
-        if os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return find(*args, **options)
-
-    bad_steps.find_checkpoint = die_or_find
+    if os.environ["RANK"] == "0":
+        bad_steps.find_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     return train(*arguments)
 
 

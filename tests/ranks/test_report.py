@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import shutil
 from html.parser import HTMLParser
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from runs import TAPE, steps, until_done
 
-from benchmarks import pictures
-from trainer.__main__ import main
 from trainer.commands import inspect
 from trainer.commands.report import history, report
 from trainer.commands.report.figures import summary
@@ -38,12 +35,14 @@ def copy(run, tmp_path) -> Path:
 
 
 class Page(HTMLParser):
-    """The elements, attributes and text of a page."""
+    """The elements, attributes and text of the report of some runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, *runs: Path, out: Path) -> None:
         super().__init__()
+        assert report.main([*map(str, runs), "--out", str(out)]) == 0
         self.tags, self.attributes, self.text = set[str](), list[tuple[str, str]](), ""
-        self.feed((path / "report.html").read_text())
+        self.html = (out / "report.html").read_text()
+        self.feed(self.html)
         self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag, attrs):
@@ -52,32 +51,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += f" {data}"
-
-
-def written(*runs: Path, out: Path) -> Path:
-    assert report.main([*map(str, runs), "--out", str(out)]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def out(run, tmp_path_factory) -> Path:
-    """The report of the run."""
-    return written(run, out=tmp_path_factory.mktemp("one"))
-
-
-@pytest.fixture(scope="module")
-def both(run, tmp_path_factory) -> Path:
-    """The report of the run, and of one that has another seed."""
-    folder = tmp_path_factory.mktemp("both")
-    other = Path(shutil.copytree(run, folder / "other"))
-    config = other / "config.toml"
-    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
-    # The attempts may have been too short for a message of rank 1.
-    line = history.read_history(other).timing[0]
-    line |= {key: [values[0]] * 2 for key, values in line.items() if isinstance(values, list)}
-    with (other / "timing.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    return written(run, other, out=folder)
 
 
 def test_the_figures_of_a_real_run(run):
@@ -98,8 +71,8 @@ def test_the_figures_of_a_real_run(run):
     assert summary(story)["steps without an update"] == "1"
 
 
-def test_the_page_shows_the_run_and_is_self_contained(out):
-    page = Page(out)
+def test_the_page_shows_the_run_and_is_self_contained(run, tmp_path):
+    page = Page(run, out=tmp_path)
 
     for text in ("night", "finished", "kill:rank=1", "a peer of rank 0 was lost at step 12",
                  "stopped on request after step 25", "whole", "goodput", "clipped steps",
@@ -111,30 +84,31 @@ def test_the_page_shows_the_run_and_is_self_contained(out):
         assert not name.startswith("on")
         assert "href" not in name or value.startswith("#")
         assert "url(" not in (value or "") or "url(#" in value
-    assert {path.stem for path in (out / "report").glob("*.png")} >= {
+    assert {path.stem for path in (tmp_path / "report").glob("*.png")} >= {
         "loss", "goodput", "timeline", "lr", "gradients", "step-time", "samples", "memory"}
 
 
-def test_differences_between_runs_are_highlighted(both):
-    text = (both / "report.html").read_text()
+def test_differences_between_runs_are_highlighted(run, copy, tmp_path):
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
 
-    assert '<tr class="differs"><td>seed</td><td>0</td><td>7</td>' in text
-    assert text.count('class="differs"') == 1
-    assert "night · other" in Page(both).text
-    assert "Ranks of other" in Page(both).text
+    page = Page(run, copy, out=tmp_path)
+
+    assert '<tr class="differs"><td>seed</td><td>0</td><td>7</td>' in page.html
+    assert page.html.count('class="differs"') == 1
+    assert "night · copy" in page.text
 
 
 def test_the_texts_of_a_run_are_escaped(copy, tmp_path):
     evil = "<img src=x onerror=alert(1)>&amp;$x_1$"
     path = copy.rename(copy.with_name(evil))
-    for name in ("events.jsonl", "metrics.jsonl", "config.toml", "environment.json"):
+    for name, old in (("events.jsonl", "stopped on"), ("events.jsonl", "kill:rank=1"),
+                      ("metrics.jsonl", '"abs'), ("config.toml", '"cosine')):
         text = (path / name).read_text()
-        for old in ("failure", "accuracy", "RuntimeError", '"constant"', '"cosine"', "stopped on"):
-            text = text.replace(f'"{old}"' if old == "accuracy" else old, json.dumps(evil)
-                                if old == "accuracy" or old[0] == '"' else old + evil)
-        (path / name).write_text(text)
+        assert old in text
+        (path / name).write_text(text.replace(old, old + evil))
 
-    page = Page(written(path, out=tmp_path / "out"))
+    page = Page(path, out=tmp_path / "out")
 
     assert "img" not in page.tags
     assert not any(name.startswith("on") for name, _ in page.attributes)
@@ -146,43 +120,13 @@ def test_an_unfinished_run_can_be_reported(copy, tmp_path):
     for name in ("events.jsonl", "metrics.jsonl", "timing.jsonl"):
         data = (copy / name).read_bytes()
         (copy / name).write_bytes(data[: len(data) * 2 // 3])
-    torn = (copy / "checkpoints").glob("*/model.safetensors")
-    next(torn).write_bytes(b"torn")
+    next(copy.glob("checkpoints/*/model.safetensors")).write_bytes(b"torn")
 
-    page = Page(written(copy, out=tmp_path / "out"))
+    page = Page(copy, out=tmp_path / "out")
 
     assert "finished" not in page.text
     assert "Loss" in page.text
     assert "model.safetensors" in page.text  # of the torn checkpoint
-
-
-def test_a_folder_without_a_run_is_one_error(tmp_path, capsys):
-    codes = [main(["report", str(tmp_path / "none")]), main(["report", str(tmp_path)])]
-
-    assert codes == [2, 2]
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: {tmp_path}/none: there is no such folder",
-        f"error: {tmp_path}: there is no run in this folder (no run.json)"]
-
-
-@pytest.mark.skipif(pictures.browser() is None, reason="no Chromium here")
-def test_a_page_fits_its_window(out, both, tmp_path):
-    """The viewport is a frame, because a window of headless Chromium is at least 500 pixels wide.
-
-    The last page is as wide as it is made.
-    """
-    (wide := tmp_path / "report.html").write_text(
-        '<!DOCTYPE html><div style="width: 600px">wide</div>')
-    for page, width, expected in ((out, 380, 380), (both, 380, 380), (both, 1200, 1200),
-                                  (wide.parent, 380, 608)):
-        probe = tmp_path / "probe.html"
-        probe.write_text(
-            '<!DOCTYPE html><title></title><iframe style="border: 0; height: 1000px; width: '
-            f'{width}px" srcdoc="{html.escape((page / "report.html").read_text())}"></iframe>'
-            '<script>onload = () => { document.title = "wide " + document.querySelector("iframe")'
-            '.contentDocument.documentElement.scrollWidth }</script>')
-        text = pictures.draw(probe.as_uri(), max(width, 500), 1000, "--dump-dom")
-        assert f"<title>wide {expected}</title>" in text
 
 
 # --- inspect
@@ -193,10 +137,8 @@ def test_inspect_prints_the_same_as_text_and_as_json(run, capsys):
     assert inspect.main([str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
 
-    assert shown["finished"] is True
-    assert shown["running"] is False
-    assert shown["step"] == 40
-    assert shown["world_sizes"] == [2]
+    assert shown.items() >= {"finished": True, "running": False, "step": 40,
+                             "world_sizes": [2]}.items()
     assert [a["end"] for a in shown["attempts"]] == ["failure", "stopped", "finished"]
     assert sum(shown["goodput"].values()) == pytest.approx(shown["wall_s"], rel=1e-3)
     assert (shown["next"], shown["does"]) == ("exact", "nothing to do: the run is complete")
@@ -230,19 +172,6 @@ def test_inspect_shows_what_the_next_start_does(copy, harm, label, why, does):
 
     shown = inspect.inspect(copy)
 
-    assert shown["next"] == label
+    assert (shown["next"], bool(shown["why"])) == (label, bool(why))
     assert shown["why"].startswith(why)
-    assert bool(shown["why"]) == bool(why)
     assert shown["does"].startswith(does)
-
-
-def test_a_start_with_another_library_is_equivalent(copy):
-    state = copy / "checkpoints/step-00000040/state.json"
-    facts = json.loads(state.read_text())
-    facts["circumstances"]["numpy"] = "1.2.3"
-    state.write_text(json.dumps(facts))
-
-    label, why = inspect.resume_label(copy, 40)
-
-    assert label == "equivalent"
-    assert why.startswith("numpy was 1.2.3 and is ")

@@ -23,11 +23,8 @@ from trainer.telemetry.events import Log
 
 
 def bring_back(folder: str, view: str) -> tuple[str, int]:
-    """In a rank: restore what rank 0 has saved, with another `view` of it on rank 1.
-
-    Returns:
-        A digest of the restored state, and how often tensors were broadcast.
-    """
+    """In a rank: restore what rank 0 has saved, with another `view` of it on rank 1. The digest of
+    the restored state, and how often tensors were broadcast."""
     with World.form(device="cpu", threads=1) as world:
         torch.manual_seed(world.rank)
         subject = make_subject(1)
@@ -48,11 +45,9 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
         restore_state(found, Store(own), subject.state, world, Log())
-        hasher = xxhash.xxh3_128()
-        for tensors in subject.state.tensors().values():
-            for chunk in tensorfile.serialize(tensors):
-                hasher.update(chunk)
-    return hasher.hexdigest(), len(sends)
+        content = [bytes(chunk) for tensors in subject.state.tensors().values()
+                   for chunk in tensorfile.serialize(tensors)]
+    return xxhash.xxh3_128_hexdigest(b"".join(content)), len(sends)
 
 
 @pytest.mark.parametrize("view", ["whole", "damaged", "another", "none"])
@@ -64,11 +59,8 @@ def test_ranks_read_a_checkpoint_that_all_can_see_and_receive_it_otherwise(ranks
 
 
 def levelled(path: str) -> dict[int, tuple[int, int]]:
-    """In a rank, as if it were the only one of its node.
-
-    Returns:
-        Step → generation, by manifest and by content, in its folder after the copy.
-    """
+    """In a rank, as if it were the only one of its node: step → generation, by manifest and by
+    content, in its folder after the copy."""
     with World.form(device="cpu", threads=1) as world:
         world.has_nodes = world.writes_run_dir = True
         folder = Path(path, str(world.rank))

@@ -4,12 +4,16 @@ one."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from runs import (
+    PLATEAU,
     TAPE,
     codes,
     events,
@@ -23,8 +27,11 @@ from runs import (
     validations,
 )
 
+from trainer.checkpoint.progress import LossMeter
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.distributed.comm_timer import DeviceInterval
+from trainer.optim import ema
 
 NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
 EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
@@ -33,9 +40,6 @@ BEST = (*VALIDATED, "--eval.every=5", "--eval.best=val_loss:max", "--optim.lr=0.
 """The first validation, of step 5, stays the best."""
 SHORT = (*NET, "--steps=9", "--checkpoint.every=1000")
 CRAFT = (*NET, "--task.validation=6", "--steps=20", "--checkpoint.every=4")
-PLATEAU = ("--schedule.name=plateau", "--schedule.options=patience=0",
-           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
-           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
 
 
 def stops(*numbers: int, rank: int = 0) -> list[str]:
@@ -60,16 +64,17 @@ DISTURBED = {
         [[75], [-9]]),
     "stops around the warm-up of the rate": (
         1, (*NET, "--steps=20", "--schedule.warmup=5"), stops(1, 4, 5, 6, 19), [[75]] * 5),
+    # The last window of an epoch has 2 samples, fewer than ranks.
     "three ranks": (
-        3, (*NET, "--steps=12", "--task.width=40"), stops(5, rank=2), [[75, 75, 75]]),
-    "a stop at the last step but one": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
-                                        stops(8, rank=1), [[75, 75]]),
-    "a stop at the last step": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
-                                stops(9, rank=1), [[75, 75]]),
+        3, (*NET, "--task.samples=26", "--data.drop-last=off", "--steps=12"), stops(5, rank=2),
+        [[75, 75, 75]]),
+    "stops at the last steps": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
+                                stops(8, 9, rank=1), [[75, 75]] * 2),
     "nesterov": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=sgd",
                      "--optim.nesterov=on"), stops(2, 5), [[75]] * 2),
-    "rmsprop": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=torch.optim:RMSprop"),
-                stops(2, 5), [[75]] * 2),
+    "rmsprop and an unused parameter": (
+        1, (*TAPE, "--task=tape_task:Unused", "--steps=6", "--optim.name=torch.optim:RMSprop"),
+        stops(2, 5), [[75]] * 2),
     "plateau and averaged weights": (
         2, (*CRAFT, "--optim.ema=0.9", "--optim.rates=body.*=0.5", *PLATEAU), FOUR, FOUR_ENDS),
     "one-cycle": (2, (*CRAFT, "--schedule.name=one-cycle", "--schedule.warmup=3",
@@ -82,6 +87,7 @@ DISTURBED = {
         [*(f"enospc:step={step}:phase=save-begin" for step in (5, 6, 9)), *stops(6)], [[75, 75]]),
     "the death of the writer of the best weights": (
         2, BEST, ["slow:step=5:phase=save-begin:seconds=30", "kill:step=8"], [[-9, 1]]),
+    "an exception before an update": (1, SHORT, ["raise:step=5:phase=optimizer"], [[1]]),
     **{f"a death in the last save, {phase}": (
         2, SHORT, [f"kill:step=9:phase={phase}"], [[-9, 1]])
        for phase in ("save-begin", "save-mid", "save-end")},
@@ -105,10 +111,10 @@ def test_a_disturbed_run_ends_with_the_same_bits(ranks, undisturbed, tmp_path, w
     keys = {tuple(sorted(json.loads((c / "manifest.json").read_bytes())["files"]))
             for c in (disturbed / "checkpoints").glob("step-*")}
     assert len(keys) == 1
-    if what.startswith("a death in the last save"):
-        assert inspect(disturbed)["attempts"][1]["start_step"] == 9
-    if what.startswith("the death of the writer"):
-        assert inspect(disturbed)["attempts"][1]["start_step"] == 7
+    for begin, saved in (("a death in the last save", 9), ("the death of the writer", 7),
+                         ("an exception", 4)):
+        if what.startswith(begin):
+            assert inspect(disturbed)["attempts"][1]["start_step"] == saved
 
 
 def test_the_epochs_and_validations_of_a_run_are_whole(undisturbed):
@@ -133,15 +139,12 @@ def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(
     assert len(steps(changed)) == 12
     losses = [[line["loss"] for line in steps(run)] for run in (straight, changed)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    seen: dict[int, list[int]] = {0: [], 1: []}
-    for rank in range(2):
-        for text in Path(f"{tmp_path}/tape-{rank}.jsonl").read_text().splitlines():
-            line = json.loads(text)
-            for epoch, index in zip(line["epochs"], line["ids"], strict=True):
-                seen[epoch].append(index)
-    assert sorted(set(seen[0])) == sorted(set(seen[1])) == list(range(48))
+    lines = [json.loads(text) for rank in range(2)
+             for text in (tmp_path / f"tape-{rank}.jsonl").read_text().splitlines()]
+    seen = [sample for line in lines for sample in zip(line["epochs"], line["ids"], strict=True)]
+    assert set(seen) == {(epoch, index) for epoch in (0, 1) for index in range(48)}
     # A rehearsal takes one micro-batch, at the first start twice: four on rank 0, three on rank 1.
-    assert len(seen[0]) + len(seen[1]) == 96 + 7 * 2
+    assert len(seen) == 96 + 7 * 2
 
 
 def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate(
@@ -166,16 +169,14 @@ def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd):
     arguments = [*NET, "--steps=4"]
     folder = run(ranks, 1, tmp_path / "run", *arguments, "--inject=term:step=2", code=75)
 
-    for changed in ("batch.global-size=4", "task.samples=161", "task.norm=group", "seed=1"):
+    for changed in ("batch.global-size=4", "task.samples=161"):
         run(ranks, 1, folder, *arguments, f"--{changed}", code=2)
         assert f"--accept {changed.partition('=')[0]}" in capfd.readouterr().out
 
     run(ranks, 1, folder, *arguments)
 
 
-@pytest.mark.parametrize("damage", [
-    "flip", "remove", "all",
-    *(pytest.param(other, marks=pytest.mark.long) for other in ("cut", "empty"))])
+@pytest.mark.parametrize("damage", ["flip", "remove", "all"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     ranks, undisturbed, tmp_path, capfd, damage
 ):
@@ -183,41 +184,44 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     straight = undisturbed(2, *arguments)
     broken = run(ranks, 2, tmp_path / "run", *arguments, "--inject=term:step=10", code=75)
     newest = broken / "checkpoints/step-00000010/model.safetensors"
-    if damage == "flip":
-        flip_a_bit(newest)
-    elif damage == "remove":
-        newest.unlink()
-    elif damage == "all":
-        for file in broken.glob("checkpoints/*/state.json"):
-            os.truncate(file, file.stat().st_size - 5)
-    else:
-        os.truncate(newest, 0 if damage == "empty" else newest.stat().st_size // 2)
+    match damage:
+        case "flip":
+            flip_a_bit(newest)
+        case "remove":
+            newest.unlink()
+        case "all":
+            for file in broken.glob("checkpoints/*/state.json"):
+                os.truncate(file, file.stat().st_size - 5)
     files = {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     capfd.readouterr()
 
-    ended = codes(ranks, 2, *arguments, f"--run-dir={broken}")
+    run(ranks, 2, broken, *arguments, code=2 if damage == "all" else 0)
 
     output = capfd.readouterr().out
     assert "step-00000010" in output
     if damage == "all":
-        assert ended == [2, 2]
         assert "no valid checkpoint is left; nothing was changed" in output
         assert files == {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     else:
-        assert ended == [0, 0]
         assert "continuing from step 9" in output
         assert not list(differences(straight, broken))
+
+
+BEST_OF_2 = (*VALIDATED, "--steps=8", "--eval.every=2", "--eval.best=val_loss:max",
+             "--task.samples=40")  # fmt: skip
+
+
+def damage_the_best(run: Path, at_step: int) -> None:
+    assert state(run, at_step)["best"]["step"] == 2
+    flip_a_bit(run / "checkpoints/step-00000002/model.safetensors")
 
 
 def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_again(
     ranks, undisturbed, tmp_path, capfd
 ):
-    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:max", "--task.samples=40"]  # fmt: skip
-    stop = "--inject=term:step=3:rank=1"
+    command, stop = [*BEST_OF_2, "--checkpoint.every=1"], "--inject=term:step=3:rank=1"
     harmed = run(ranks, 2, tmp_path / "harmed", *command, stop, code=75)
-    assert state(harmed, 3)["best"]["step"] == 2
-    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+    damage_the_best(harmed, 3)
 
     run(ranks, 2, harmed, *command, stop, code=1)
     run(ranks, 2, harmed, *command, stop)
@@ -229,12 +233,9 @@ def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_aga
 
 
 def test_lost_best_weights_are_replaced_by_the_last_with_a_warning(ranks, tmp_path, capfd):
-    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:max", "--task.samples=40", "--inject=term:step=6",
-               "--checkpoint.keep=1"]
+    command = [*BEST_OF_2, "--checkpoint.every=1", "--checkpoint.keep=1", "--inject=term:step=6"]
     harmed = run(ranks, 2, tmp_path / "run", *command, code=75)
-    assert state(harmed, 6)["best"]["step"] == 2
-    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+    damage_the_best(harmed, 6)
 
     run(ranks, 2, harmed, *command)
 
@@ -255,9 +256,8 @@ def test_a_run_starts_from_a_given_checkpoint_and_later_continues_from_its_own(
 
     assert ends == [[75], [0]]
     assert [e["step"] for e in events(other, "start")] == [6, 8]
-    final = [(run / "checkpoints/step-00000012/model.safetensors").read_bytes()
-             for run in (straight, other)]
-    assert final[0] == final[1]
+    model = "checkpoints/step-00000012/model.safetensors"
+    assert (other / model).read_bytes() == (straight / model).read_bytes()
 
 
 def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ranks, tmp_path):
@@ -271,22 +271,18 @@ def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ra
     values = {line["step"]: line["val_loss"] for line in validations(folder)
               if line["val_loss"] is not None}
     best = min(values, key=lambda step: values[step])
-    kept = sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
-    assert best in kept
-    assert kept[-1] == 20
-    assert len([step for step in kept if step != best]) >= 1
+    kept = {int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????")}
+    assert {best, 20} <= kept
+    assert len(kept - {best}) >= 1
     assert summary(folder)["best"]["step"] == best
 
 
-@pytest.mark.parametrize("change", ["moved", "identity lost"])
-def test_a_folder_that_was_moved_or_has_lost_its_identity_is_continued(
-    ranks, undisturbed, tmp_path, change
+def test_a_folder_that_was_moved_and_has_lost_its_identity_is_continued(
+    ranks, undisturbed, tmp_path
 ):
     folder = run(ranks, 1, tmp_path / "here", *SHORT, "--inject=term:step=4", code=75)
-    if change == "moved":
-        folder = Path(shutil.move(folder, tmp_path / "there"))
-    else:
-        (folder / "run.json").write_text('{"run": "ab')
+    folder = Path(shutil.move(folder, tmp_path / "there"))
+    (folder / "run.json").write_text('{"run": "ab')
 
     run(ranks, 1, folder, *SHORT, "--inject=term:step=4")
 
@@ -299,16 +295,15 @@ def test_patience_is_kept_over_restarts(ranks, undisturbed, tmp_path):
                  "--eval.best=val_loss:min", "--optim.name=sgd", "--optim.lr=5", "--clip.norm=0",
                  "--schedule.warmup=off"]
     straight, stopped = undisturbed(1, *arguments), tmp_path / "stopped"
-    faults = [f"--inject={stop}" for stop in stops(3, 4, 5, 6, 7)]
 
-    until_done(ranks, 1, stopped, *arguments, *faults)
+    until_done(ranks, 1, stopped, *arguments,
+               *(f"--inject={stop}" for stop in stops(3, 4, 5, 6, 7)))
 
     values = [line["val_loss"] for line in validations(straight)]
-    best = min(range(len(values)), key=lambda i: float("inf") if values[i] is None else values[i])
-    assert len(values) == best + 1 + 3
-    assert len(steps(straight)) == 2 * len(values) < 60
+    assert values[0] == min(value for value in values if value is not None)
+    assert len(values) == 1 + 3
+    assert len(steps(straight)) == 2 * 4
     assert not list(differences(straight, stopped))
-    run(ranks, 1, stopped, *arguments, *faults)
     assert summary(stopped)["stopped_early"]
 
 
@@ -350,28 +345,19 @@ def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):
     assert "best" not in summary(folder)["model.safetensors"]
 
 
-PLACES = ("meter", "average", "beginning")
+PLACES = {
+    "meter": (LossMeter, "take_mean", 1),
+    "average": (ema, "_copy", 2),  # the first call is that of the first update
+    "beginning": (DeviceInterval, "first", 5),  # before the buffers are copied in step 5
+}
+"""A function, and the call of it after which a loader process is killed."""
 
 
 def struck(folder: str, *arguments: str) -> int:
-    """Train without a launcher; kill a loader process when the rank first reaches the place with
-    its number."""
-    import multiprocessing
-    import signal
-    import time
-
-    from trainer.checkpoint.progress import LossMeter
-    from trainer.distributed.comm_timer import DeviceInterval
-    from trainer.optim import ema
-
-    place = PLACES[int(os.environ["RANK"])]
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    owner, name, times = {
-        "meter": (LossMeter, "take_mean", 1),
-        "average": (ema, "_copy", 2),  # the first call is that of the first update
-        "beginning": (DeviceInterval, "first", 5),  # before the buffers are copied in step 5
-    }[place]
+    """In a rank: train without a launcher, struck at the place that has the rank's number."""
+    place, (owner, name, times) = list(PLACES.items())[int(os.environ["RANK"])]
+    for variable in ("RANK", "WORLD_SIZE"):
+        del os.environ[variable]
     original, left = getattr(owner, name), iter(range(times)[::-1])
 
     def then_strike(*given):

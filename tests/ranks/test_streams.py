@@ -11,22 +11,20 @@ import torch
 from runs import TAPE, state, steps, validations, weights
 from stream_task import LANE, windows
 
-from trainer.commands.compare import differences
+
+def run(ranks, size: int, folder: Path, *arguments: str, code: int = 0, **fields) -> Path:
+    """Train, with a tape of this attempt alone."""
+    for tape in folder.parent.glob(f"{folder.name}-tape-*"):
+        tape.unlink()
+    return runs.run(
+        ranks, size, folder, *TAPE[1:-1], "--task=stream_task:StreamTape", "--clip.norm=0",
+        f"--task.tape={folder}-tape", *(f"--task.{name}={value}" for name, value in fields.items()),
+        "--checkpoint.keep=9", *arguments, code=code)
 
 
-def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int = 0, **fields):
-    """Train; moves the records of samples to `tape`, so that no other attempt appends to them."""
-    flags = [f"--task.{name}={value}" for name, value in fields.items()]
-    runs.run(ranks, size, folder, *TAPE[1:-1], "--task=stream_task:StreamTape", "--clip.norm=0",
-             f"--task.tape={folder}-tape", *flags, "--checkpoint.keep=9", *arguments, code=code)
-    for rank in range(size if code != 2 else 0):
-        Path(f"{folder}-tape-{rank}.jsonl").rename(f"{tape}-{rank}.jsonl")
-    return folder
-
-
-def whole(found):
-    """The complete windows; drop_last drops the others."""
-    return [window for window in found if len(window) == 8]
+def whole(folder: Path, size: int) -> list[list[tuple[int, int, tuple]]]:
+    """The complete windows of the last attempt; drop_last drops the others."""
+    return [window for window in windows(f"{folder}-tape", size, 4) if len(window) == 8]
 
 
 @pytest.mark.parametrize(("fields", "first_window"), [
@@ -39,10 +37,9 @@ def test_samples_and_draws_are_independent_of_ranks_and_workers(
 ):
     found = []
     for size, workers in ((1, 0), (2, 2), (3, 0)):
-        tape = tmp_path / f"tape-{size}"
-        run(ranks, size, tmp_path / f"run-{size}", tape, "--steps=8",
-            f"--data.workers={workers}", **fields)
-        found.append(whole(windows(tape, size, 4)))
+        folder = run(ranks, size, tmp_path / f"run-{size}", "--steps=8",
+                     f"--data.workers={workers}", **fields)
+        found.append(whole(folder, size))
 
     assert found[0] == found[1] == found[2]
     assert [window[0][0] for window in found[0]] == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -53,46 +50,32 @@ def test_samples_and_draws_are_independent_of_ranks_and_workers(
     assert len(draws) == len(set(draws)) == 64 * 5
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2), (3, 0)])
-def test_lanes_that_end_unevenly_give_short_and_empty_micro_batches(ranks, tmp_path, size, workers):
-    folder = run(ranks, size, tmp_path / "run", tmp_path / "tape", "--steps=6",
-                 "--data.drop-last=off", f"--data.workers={workers}", kind="lanes",
-                 sizes="5,2,0,3", norm="group", dropout="0.1")  # fmt: skip
-
-    lines = steps(folder)
-    assert [line["samples"] for line in lines] == [6, 3, 1, 6, 3, 1]
-    assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
-    assert all(line["loss"] is not None for line in lines)
-
-
-@pytest.mark.parametrize("drop_last", ["on", "off"])
+@pytest.mark.parametrize(("drop_last", "sizes", "epoch"), [
+    ("on", "10,8", [4, 4, 4, 4]), ("off", "10,8", [4, 4, 4, 4, 2]), ("off", "5,0", [2, 2, 1])])
 def test_ranks_with_different_numbers_of_batches_do_not_hang_or_mix_sums(
-    ranks, tmp_path, drop_last
+    ranks, tmp_path, drop_last, sizes, epoch
 ):
-    # Rank 0 has 5 full micro-batches an epoch and rank 1 has 4; a validation follows at once.
+    # Rank 0 has more micro-batches an epoch than rank 1; a validation follows at once.
     found = []
     for size in (1, 2):
-        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}",
-                     "--batch.global-size=4", "--steps=10", "--eval.every=5",
-                     "--world.timeout-s=10", f"--data.drop-last={drop_last}", kind="lanes",
-                     sizes="10,8", validation="7")  # fmt: skip
+        folder = run(ranks, size, tmp_path / f"run-{size}", "--batch.global-size=4", "--steps=10",
+                     "--eval.every=5", "--world.timeout-s=10", f"--data.drop-last={drop_last}",
+                     kind="lanes", sizes=sizes, validation=7)
         found.append((steps(folder), validations(folder)))
 
     for lines, scores in found:
-        epoch = [4] * 4 if drop_last == "on" else [4, 4, 4, 4, 2]
-        assert [line["samples"] for line in lines] == (epoch * 3)[:10]
+        assert [line["samples"] for line in lines] == (epoch * 4)[:10]
         assert [line["val_samples"] for line in scores] == [7, 7]
-    for one, two in zip(found[0][0], found[1][0], strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
-    for one, two in zip(found[0][1], found[1][1], strict=True):
-        assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-5)
+    for place, key in enumerate(("loss", "val_loss")):
+        one, two = ([line[key] for line in lines[place]] for lines in found)
+        assert one == pytest.approx(two, rel=1e-5)
 
 
 def test_the_partial_last_window_of_an_epoch_has_no_effect(ranks, tmp_path):
     # Both runs use the same samples: the first 8 of each lane. With fp16 the state of the gradient
     # scaler must be restored too.
     folders = [
-        run(ranks, 2, tmp_path / f"run-{sizes}", tmp_path / f"tape-{sizes}", "--steps=8",
+        run(ranks, 2, tmp_path / f"run-{sizes}", "--steps=8",
             "--precision.dtype=fp16", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
         for sizes in ("8,8,8,8", "9,8,11,10")
     ]  # fmt: skip
@@ -102,25 +85,21 @@ def test_the_partial_last_window_of_an_epoch_has_no_effect(ranks, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", ["stateful", "whole"])
+@pytest.mark.parametrize("fields", [{"kind": "stateful", "sizes": "9,8,11,10"}, {"samples": 35}])
 def test_a_stopped_run_continues_with_the_next_sample_on_any_number_of_ranks_and_workers(
-    ranks, tmp_path, kind
+    ranks, tmp_path, fields
 ):
     # 4 steps an epoch: it stops in the middle of epochs 1 and 2, the second time one step later.
-    fields = {"kind": kind, "sizes": "9,8,11,10", "samples": "35"}
-    run(ranks, 1, tmp_path / "straight", tmp_path / "tape", "--steps=14", "--data.workers=0",
-        **fields)
-    straight = whole(windows(tmp_path / "tape", 1, 4))
+    straight = whole(run(ranks, 1, tmp_path / "straight", "--steps=14", "--data.workers=0",
+                         **fields), 1)  # fmt: skip
     folder, found, positions = tmp_path / "run", [], []
 
-    for part, (size, workers, stop) in enumerate([(2, 2, 7), (1, 0, 10), (2, 0, 11), (3, 2, 0)]):
-        tape = tmp_path / f"tape-{part}"
-        arguments = ["--steps=14", f"--data.workers={workers}", "--data.prefetch=4"]
-        if stop:
-            arguments.append(f"--inject=term:step={stop}")
-        run(ranks, size, folder, tape, *arguments, code=75 if stop else 0, **fields)
-        found.append(whole(windows(tape, size, 4)))
-        positions.append(state(folder, stop or 14)["parts"]["stream"])
+    for size, workers, end in ((2, 2, 7), (1, 0, 10), (2, 0, 11), (3, 2, 14)):
+        stop = [f"--inject=term:step={end}"] if end < 14 else []
+        run(ranks, size, folder, "--steps=14", f"--data.workers={workers}", "--data.prefetch=4",
+            *stop, code=75 if stop else 0, **fields)
+        found.append(whole(folder, size))
+        positions.append(state(folder, end)["parts"]["stream"])
 
     assert [len(part) for part in found] == [7, 3, 1, 3]
     assert [window for part in found for window in part] == straight
@@ -128,27 +107,14 @@ def test_a_stopped_run_continues_with_the_next_sample_on_any_number_of_ranks_and
     assert [p["feeds"][-1]["windows"] for p in positions] == [3, 2, 3, 2]
 
 
-def test_a_stopped_run_ends_with_the_same_bits(ranks, tmp_path):
-    fields = {"kind": "lanes", "sizes": "9,8,11,10", "norm": "batch", "dropout": "0.1"}
-    run(ranks, 2, tmp_path / "straight", tmp_path / "tape-0", "--steps=10", "--data.workers=2",
-        **fields)
-    for part, (workers, stop) in enumerate([(2, 3), (0, 4), (2, 0)], start=1):
-        inject = [f"--inject=term:step={stop}"] if stop else []
-        run(ranks, 2, tmp_path / "stopped", tmp_path / f"tape-{part}", "--steps=10", *inject,
-            f"--data.workers={workers}", code=75 if stop else 0, **fields)  # fmt: skip
-
-    assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
-
-
 def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
     log = tmp_path / "log"
     fields = {"kind": "stateful", "sizes": "20,20,20,20", "log": str(log)}
     arguments = ["--steps=8", "--data.workers=0"]
-    run(ranks, 2, tmp_path / "run", tmp_path / "tape-0", *arguments, "--inject=term:step=6",
-        code=75, **fields)  # fmt: skip
+    run(ranks, 2, tmp_path / "run", *arguments, "--inject=term:step=6", code=75, **fields)
     log.unlink()
 
-    run(ranks, 1, tmp_path / "run", tmp_path / "tape-1", *arguments, **fields)
+    run(ranks, 1, tmp_path / "run", *arguments, **fields)
 
     read = [index for _, index in map(json.loads, log.read_text().splitlines())]
     fingerprint, read = read[:16], read[16:]
@@ -156,39 +122,23 @@ def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
     assert sorted(read) == [LANE * lane + place for lane in range(4) for place in range(12, 16)]
 
 
-def test_validation_on_a_stream_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
-    lines = []
-    for size, workers in ((1, 0), (3, 2)):
-        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}", "--steps=1",
-                     "--eval.every=1", "--eval.batch-size=5", f"--data.workers={workers}",
-                     samples="16", validation="8")  # fmt: skip
-        lines += validations(folder)
-
-    assert [line["val_samples"] for line in lines] == [8] * 2
-    assert lines[0]["val_loss"] == pytest.approx(lines[1]["val_loss"], rel=1e-6)
-
-
 @pytest.mark.parametrize(("arguments", "flag"), [
     (["--epochs=2"], "--steps"),
-    (["--steps=4", "--checkpoint.every=1ep"], "--checkpoint.every 1ep"),
+    (["--steps=4", "--eval.every=off", "--checkpoint.every=1ep"], "--checkpoint.every 1ep"),
     (["--steps=4"], "--eval.every 1ep"),
 ])  # fmt: skip
 def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
     ranks, tmp_path, capsys, arguments, flag
 ):
-    validation = "" if "checkpoint" in flag else "8"
+    run(ranks, 1, tmp_path / "run", *arguments, code=2, samples=64, validation=8)
 
-    run(ranks, 1, tmp_path / "run", tmp_path / "tape", *arguments, code=2, samples="64",
-        validation=validation or "0")  # fmt: skip
-
-    shown = capsys.readouterr().out
-    assert f"{flag}: the training stream has no length" in shown
+    assert f"{flag}: the training stream has no length" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
 def test_an_epoch_without_a_global_batch_is_an_error(ranks, tmp_path, sizes, drop_last):
-    run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
+    run(ranks, 2, tmp_path / "run", "--steps=4", "--data.workers=0",
         f"--data.drop-last={drop_last}", code=2, kind="lanes", sizes=sizes)  # fmt: skip
 
 
@@ -200,16 +150,15 @@ def test_after_a_rollback_a_stream_is_read_from_the_older_position(
     bad = ["--task.bad=25"] if first == 7 else [
         f"--inject=nan:step={step}" for step in (8, 9, 10)]
     common = ("--steps=14", "--checkpoint.every=5", f"--data.workers={workers}", *bad)
-    for name, row in (("back", 3), ("on", 0)):
-        run(ranks, size, tmp_path / name, tmp_path / f"tape-{name}", *common,
-            f"--nonfinite.max-in-row={row}", samples=48)
+    back, on = (run(ranks, size, tmp_path / f"row-{row}", *common,
+                    f"--nonfinite.max-in-row={row}", samples=48) for row in (3, 0))
 
-    lines = steps(tmp_path / "back")
+    lines = steps(back)
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if line.get("skipped")] == [first, first + 1, first + 2]
-    went = windows(tmp_path / "tape-back", size, 4), windows(tmp_path / "tape-on", size, 4)
-    back, on = (whole(found) for found in went)
     # The steps from 6 on (an epoch ends there) are repeated; the bad ones are not.
-    assert back == [*on[: first + 2], *on[5 : first - 1], *on[first + 2 :]]
-    back, on = (weights(tmp_path / name, 14) for name in ("back", "on"))
-    assert all(torch.equal(back[name], on[name]) for name in on)
+    all_on = whole(on, size)
+    assert whole(back, size) == [
+        *all_on[: first + 2], *all_on[5 : first - 1], *all_on[first + 2 :]]
+    one, other = (weights(folder, 14) for folder in (back, on))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -24,10 +24,7 @@ from trainer.resilience import processes
 
 
 def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:
-    """Run `wait` in this thread; what another thread sees of it, then `release`.
-
-    The wait is over when the same answer has been seen for half a second.
-    """
+    """Run `wait` in this thread; what another one sees of it for half a second, then `release`."""
     me, seen = threading.get_ident(), list[WaitsFor]()
 
     def look() -> None:
@@ -54,28 +51,27 @@ def beside_a_stopped_peer(where: str) -> str:
     with World.form(device="cpu", threads=1) as world:
         model = DistributedDataParallel(nn.Linear(2, 1), process_group=world.group)
         loss = model(torch.ones(1, 2)).sum()
-        pid, = (n for n in [world.gather_json(os.getpid())[1]])
-        if world.rank == 1:
-            os.kill(pid, signal.SIGSTOP)
-
-        def backward() -> None:
-            with waiting_for(WaitsFor.PEERS):
-                loss.backward()
-
-        calls = {
+        peer = world.gather_json(os.getpid())[1]
+        call = {
             "collective": world.barrier,
             "the user's own collective": lambda: dist.all_reduce(torch.ones(3)),
-            "backward": backward,
-        }
+            "backward": lambda: backward(loss),
+        }[where]
         if world.rank == 1:
-            calls[where]()
+            os.kill(peer, signal.SIGSTOP)
+            call()
             return ""
 
         def resume() -> None:
-            assert processes.is_stopped(pid)
-            os.kill(pid, signal.SIGCONT)
+            assert processes.is_stopped(peer)
+            os.kill(peer, signal.SIGCONT)
 
-        return standing(calls[where], resume).value
+        return standing(call, resume).value
+
+
+def backward(loss: Tensor) -> None:
+    with waiting_for(WaitsFor.PEERS):
+        loss.backward()
 
 
 @pytest.mark.parametrize("where", ["collective", "the user's own collective", "backward"])
@@ -101,17 +97,13 @@ class Stuck(torch.autograd.Function):
 def in_user_code(where: str) -> str:
     """In a rank: what is seen of a thread that stands in code of the user's."""
     event = Stuck.event
-    if where == "a hook in backward":
-        loss = Stuck.apply(torch.ones(1, requires_grad=True)).sum()
+    loss = Stuck.apply(torch.ones(1, requires_grad=True)).sum()
 
-        def wait() -> None:
-            with waiting_for(WaitsFor.PEERS):
-                loss.backward()
-    else:
-        def wait() -> None:
-            while not event.is_set():
-                pass
+    def loop() -> None:
+        while not event.is_set():
+            pass
 
+    wait = {"a loop": loop, "a hook in backward": lambda: backward(loss)}[where]
     return standing(wait, event.set).value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 from typing import Any
 
@@ -20,9 +21,7 @@ class Bad(Indexed):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index in self.bad:
-            kinds = {kind.__name__: kind for kind in (
-                ValueError, MemoryError, KeyboardInterrupt, SystemExit)}
-            raise kinds[self.error](f"no picture in {index}")  # the user's line
+            raise getattr(builtins, self.error)(f"no picture in {index}")  # the user's line
         return super().__getitem__(index)
 
 

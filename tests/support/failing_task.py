@@ -36,11 +36,10 @@ class Fragile(Indexed):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         wait(self.split.upper())
-        task = self.task
         if self.split == "train" and get_worker_info() is not None:
-            if index == task.endless and task.once("endless"):
+            if index == self.task.endless and self.task.once("endless"):
                 time.sleep(3600)
-            if index == task.stops and task.once("stops"):
+            if index == self.task.stops and self.task.once("stops"):
                 os.kill(os.getpid(), signal.SIGSTOP)
         return super().__getitem__(index)
 
@@ -52,23 +51,23 @@ class Failing(Tape):
 
     Without an effect on the results, seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S and
     SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread).
+
+    Args:
+        at: sample in whose loss it fails.
+        marks: an empty folder.
+        endless, stops: sample whose read never ends, or stops its loader worker.
+        busy_at: forward in training of a process, in which rank 0 computes for a minute.
+        first_s, validation_s: seconds of the first forward of a process, and of each validation's.
     """
 
     how: str = ""
     at: int = 88
-    """Sample in whose loss it fails."""
     marks: str = ""
-    """An empty folder, created by the test."""
     endless: int = -1
-    """Sample whose read never ends."""
     stops: int = -1
-    """Sample whose loader worker is stopped."""
     busy_at: int = -1
-    """Forward in training, counted in each process, in which rank 0 computes for a minute."""
     first_s: float = 0.0
-    """Seconds that the first forward of each process sleeps."""
     validation_s: float = 0.0
-    """Seconds that each forward of a validation sleeps."""
 
     def once(self, name: str) -> bool:
         """Whether this is the first call, over all processes and attempts."""
@@ -138,21 +137,3 @@ class Failing(Tape):
                 size *= resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
                 torch.ones(1 << 28)
-
-
-class Thief:
-    """A sink that deletes the run's records at step 10."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        if line["step"] == 10:
-            for name in ("metrics.jsonl", "events.jsonl"):
-                (self.folder / name).unlink()
-
-    def validation(self, line: dict[str, Any]) -> None: ...
-
-    def finish(self, settings: Any, figures: Any, step: int) -> None: ...
-
-    def close(self) -> None: ...

@@ -11,23 +11,17 @@ from tape_task import Tape
 
 
 class Norm(enum.Enum):
-    """An enum is written by name: its values need not be strings."""
-
     BATCH = 1
     LAYER = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """A nested table."""
-
     rate: float | None = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields(Tape):
-    """`Tape` with more fields, which are unused."""
-
     width: int | None = 5  # type: ignore[assignment]
     depth: int | None = None
     norm: Norm = Norm.BATCH  # type: ignore[assignment]
@@ -40,8 +34,6 @@ class Fields(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Tape):
-    """Fields with several values, and boolean fields."""
-
     widths: tuple[int, ...] = (64, 64)
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -76,14 +68,9 @@ class Unknown(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Gaps(Tape):
-    """TOML has no null."""
-
-    odd_one: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"a": None})
+    odd_one: dict[str, Any] = dataclasses.field(default_factory=lambda: {"a": None})
 
 
 @dataclasses.dataclass(frozen=True)
 class Objects(Tape):
-    """TOML has no objects."""
-
     odd_one: object = dataclasses.field(default_factory=object)

@@ -34,11 +34,11 @@ class Net(nn.Module):
         if way == "teacher":  # equal to its student at first: updated without a change
             self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.teacher.load_state_dict(self.body.state_dict())
-        if way == "parts":
+        elif way == "parts":
             self.own = nn.Parameter(torch.zeros(WIDTH))
-        if way == "sparse":
+        elif way == "sparse":
             self.table = nn.Embedding(5, WIDTH, sparse=True)
-        if way == "passing":
+        elif way == "passing":
             self.register_buffer("passing", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Net(nn.Module):
             case "assigns":
                 self.mean = 0.9 * self.mean + 0.1 * h.detach().sum(0, keepdim=True)
                 h = h - self.mean
-            case "caches":  # such as positions: created by the first forward
+            case "caches":  # created by the first forward, such as positions
                 if self.cache is None:
                     self.cache = torch.arange(1.0, WIDTH + 1)
                 h = h * self.cache
@@ -59,9 +59,7 @@ class Net(nn.Module):
                 self.mean = torch.cat([self.mean, h.detach()])
             case "teacher":
                 with torch.no_grad():
-                    for mine, other in zip(self.teacher.parameters(), self.body.parameters(),
-                                           strict=True):
-                        mine.lerp_(other, 0.1)
+                    self.teacher.weight.lerp_(self.body.weight, 0.1)
                 h = h + self.teacher(x)
             case "counts":
                 self.count += 1
@@ -92,35 +90,30 @@ class Net(nn.Module):
         return self.head(h)
 
 
-class Counting(Dataset):
-    """A data set that counts how often its samples are read."""
+class Keeping(Dataset):
+    """Data that count their reads, depend on the previous epoch, or cache their random draws."""
 
-    def __init__(self) -> None:
-        self.reads = 0
+    def __init__(self, way: str) -> None:
+        self.way, self.reads, self.drawn = way, 0, dict[int, Tensor]()
+        self.order = torch.arange(24)
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.way == "ordering data":
+            self.order = self.order[torch.randperm(24)]
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.reads += 1
-        return torch.full((WIDTH,), float(index + self.reads)), torch.ones(1)
-
-
-class Keeping(Counting):
-    """A data set whose order depends on the previous epoch, or that caches its random draws."""
-
-    def __init__(self, *, draws: bool) -> None:
-        self.draws, self.drawn = draws, dict[int, Tensor]()
-        self.order = torch.arange(24)
-
-    def set_epoch(self, epoch: int) -> None:
-        if not self.draws:
-            self.order = self.order[torch.randperm(24)]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.draws and index not in self.drawn:
-            self.drawn[index] = torch.randn(WIDTH)
-        return self.drawn.get(index, torch.ones(WIDTH)) * self.order[index], torch.ones(1)
+        x = torch.ones(WIDTH) * self.order[index]
+        if self.way == "counting data":
+            self.reads += 1
+            x = x + self.reads
+        elif self.way == "drawn data":
+            if index not in self.drawn:
+                self.drawn[index] = torch.randn(WIDTH)
+            x = self.drawn[index]
+        return x, torch.ones(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +129,8 @@ class Hidden:
     def dataset(self, split: str) -> Dataset | None:
         if split != "train":
             return None
-        if self.way == "counting data":
-            return Counting()
-        if self.way in ("ordering data", "drawn data"):
-            return Keeping(draws=self.way == "drawn data")
+        if self.way in ("counting data", "ordering data", "drawn data"):
+            return Keeping(self.way)
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(24, WIDTH, generator=generator)
         if self.way == "data of a rank":

@@ -18,8 +18,8 @@ class Net(nn.Module):
 
     def __init__(self, *, dead: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(),
-                                  nn.Linear(16, 2))
+        self.body = nn.Sequential(
+            nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
         self.blind = nn.Linear(2, 2) if dead else None
 
     def forward(self, points: Tensor) -> Tensor:
@@ -42,8 +42,7 @@ class Hinted:
     def dataset(self, split: str) -> TensorDataset | None:
         if split == "test":
             return None
-        number = 0 if split == "train" or self.leaked else 1
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(int(split != "train" and not self.leaked))
         points = torch.randn(400, 2, generator=generator)
         labels = (points.sum(1) > 0).long()
         if self.shuffled:

@@ -11,7 +11,7 @@ import pytest
 
 
 class Hosts:
-    """Two hosts with addresses 10.213.N.1 and .2; `cut` takes the link down, `join` up again."""
+    """Addresses 10.213.N.1 and .2; `cut` takes the link down, `join` up again."""
 
     def __init__(self) -> None:
         tag = os.getpid()
@@ -19,7 +19,6 @@ class Hosts:
         self.addresses = [f"10.213.{tag % 250}.{number}" for number in (1, 2)]
 
     def enter(self, number: int) -> list[str]:
-        """The beginning of a command that runs on a host."""
         return ["ip", "netns", "exec", self.names[number]]
 
     def cut(self) -> None:

@@ -29,7 +29,6 @@ class Launch:
 
     Args:
         by: "launch", "torchrun", or "" for `python -m trainer`.
-        size: number of ranks.
         options: of the launcher.
         enter: the beginning of the command.
         env: more environment variables.
@@ -65,26 +64,22 @@ class Launch:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes."""
         self.signal(signal.SIGKILL)
         if hasattr(self, "process"):
             self.process.wait(DEADLINE_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def pids(self) -> list[int]:
         """Pids of the launcher and of its descendants: fork server, ranks, their loader workers."""
-        found = []
-        marker = f"--run-dir={self.run}".encode()
+        found, marker = [], f"--run-dir={self.run}".encode()
         for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if marker in (entry / "cmdline").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
+            with contextlib.suppress(OSError):
+                if marker in (entry / "cmdline").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
         return [pid for pid in sorted(found) if alive(pid)]
 
     def tree(self, pid: int = 0) -> list[int]:
@@ -93,7 +88,6 @@ class Launch:
         return [pid, *(p for child in children(pid) for p in self.tree(child))]
 
     def ranks(self) -> list[int]:
-        """Pids of the ranks of the launcher."""
         if self._by == "torchrun":
             return children(self.process.pid)
         return [rank for server in children(self.process.pid) for rank in children(server)]
@@ -104,18 +98,15 @@ class Launch:
         return self.output()
 
     def output(self) -> str:
-        """What the launcher and the ranks have printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def step(self) -> int:
-        """The newest step in metrics.jsonl."""
         return newest_step(self.run / "metrics.jsonl")
 
     def events(self, name: str, **fields: Any) -> list[dict[str, Any]]:
         return runs.events(self.run, name, **fields)
 
     def wait(self, condition: Callable[[], Any], what: str = "") -> Any:
-        """Wait until a condition is true; its value."""
         return wait_until(condition, what, self)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,7 +18,6 @@ from trainer.config.schema import Clip
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective, wrap
-from trainer.distributed.partition import block
 from trainer.step import Step
 from trainer.tasks import losses
 
@@ -56,42 +55,40 @@ def ignoring() -> Tensor:
     return target
 
 
+LOGITS, LABELS, YES = noise(8, CLASSES), numbers(8), numbers(8, CLASSES, below=2).float()
+FLOATS = noise(8, 3), noise(8, 3, seed=1)
+TOKENS = noise(8, CLASSES, 5), ignoring()
+CLASS_WEIGHT = torch.tensor(WEIGHT)
+cross_entropy = partial(losses.named, "cross-entropy")
+
 Plain = Callable[..., Tensor]
 CASES: dict[str, tuple[Any, Plain, tuple[Tensor, ...]]] = {
-    "cross-entropy": (losses.named("cross-entropy"), nn.CrossEntropyLoss(),
-                      (noise(8, CLASSES), numbers(8))),
-    "weighted": (losses.named("cross-entropy", weight=WEIGHT),
-                 nn.CrossEntropyLoss(torch.tensor(WEIGHT)), (noise(8, CLASSES), numbers(8))),
-    "smoothed": (losses.named("cross-entropy", weight=WEIGHT, label_smoothing=0.1),
-                 nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
-                 (noise(8, CLASSES), numbers(8))),
-    "tokens": (losses.named("cross-entropy", ignore_index=-1, label_smoothing=0.1),
-               nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1),
-               (noise(8, CLASSES, 5), ignoring())),
-    "weighted tokens": (losses.named("cross-entropy", ignore_index=-1, weight=WEIGHT),
-                        nn.CrossEntropyLoss(torch.tensor(WEIGHT), ignore_index=-1),
-                        (noise(8, CLASSES, 5), ignoring())),
-    "probabilities": (losses.named("cross-entropy", weight=WEIGHT),
-                      nn.CrossEntropyLoss(torch.tensor(WEIGHT)),
-                      (noise(8, CLASSES), noise(8, CLASSES, seed=3).softmax(1))),
-    "bce": (losses.named("bce"), nn.BCEWithLogitsLoss(),
-            (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+    "cross-entropy": (cross_entropy(), nn.CrossEntropyLoss(), (LOGITS, LABELS)),
+    "weighted": (cross_entropy(weight=WEIGHT), nn.CrossEntropyLoss(CLASS_WEIGHT),
+                 (LOGITS, LABELS)),
+    "smoothed": (cross_entropy(weight=WEIGHT, label_smoothing=0.1),
+                 nn.CrossEntropyLoss(CLASS_WEIGHT, label_smoothing=0.1), (LOGITS, LABELS)),
+    "tokens": (cross_entropy(ignore_index=-1, label_smoothing=0.1),
+               nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1), TOKENS),
+    "weighted tokens": (cross_entropy(ignore_index=-1, weight=WEIGHT),
+                        nn.CrossEntropyLoss(CLASS_WEIGHT, ignore_index=-1), TOKENS),
+    "probabilities": (cross_entropy(weight=WEIGHT), nn.CrossEntropyLoss(CLASS_WEIGHT),
+                      (LOGITS, noise(8, CLASSES, seed=3).softmax(1))),
+    "bce": (losses.named("bce"), nn.BCEWithLogitsLoss(), (LOGITS, YES)),
     "bce, pos_weight": (losses.named("bce", pos_weight=WEIGHT),
-                        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT)),
-                        (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+                        nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHT), (LOGITS, YES)),
     "bce of masks": (losses.named("bce", pos_weight=WEIGHT),
-                     nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT).reshape(-1, 1, 1)),
+                     nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHT.reshape(-1, 1, 1)),
                      (noise(8, CLASSES, 3, 3), numbers(8, CLASSES, 3, 3, below=2).float())),
-    "mse": (losses.named("mse"), nn.MSELoss(), (noise(8, 3), noise(8, 3, seed=1))),
-    "huber": (losses.named("huber", delta=0.3), nn.HuberLoss(delta=0.3),
-              (noise(8, 3), noise(8, 3, seed=1))),
+    "mse": (losses.named("mse"), nn.MSELoss(), FLOATS),
+    "huber": (losses.named("huber", delta=0.3), nn.HuberLoss(delta=0.3), FLOATS),
     "margin-ranking": (losses.named("margin-ranking", margin=0.2), nn.MarginRankingLoss(0.2),
                        (noise(8), noise(8, seed=1), 2.0 * numbers(8, below=2) - 1)),
     "kl": (losses.named("kl", temperature=3.0), softened_kl,
-           (noise(8, CLASSES), noise(8, CLASSES, seed=1))),
+           (LOGITS, noise(8, CLASSES, seed=1))),
     "dice+bce": (losses.named("dice+bce"), dice_bce,
                  (noise(8, 2, 6, 6), numbers(8, 2, 6, 6, below=2).float())),
-}  # fmt: skip
+}
 
 
 class Given(nn.Module):
@@ -105,35 +102,25 @@ class Given(nn.Module):
         return self.values[rows]
 
 
-def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None) -> Step:
+def one_step(name: str, sizes: Sequence[int]) -> tuple[float, Tensor]:
+    """Loss and gradient of the trainer's step over micro-batches of these sizes."""
+    loss, _, (output, *others) = CASES[name]
+    model, found, device = Given(output), list[Tensor](), torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ranks = dist.get_world_size(group) if group is not None else 1
-    device = torch.device("cpu")
-    objective = Objective(model, loss, num_ranks=ranks, nominal_count=8, device=device)
+    optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
+    objective = Objective(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])),
+                          num_ranks=1, nominal_count=8, device=device)
     state = TrainState(
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=ranks)
-    return Step.plain(state, objective,
-                      wrap(objective, group=group, device=device, bucket_mb=1), clip=Clip(norm=0))
-
-
-def one_step(
-    name: str, sizes: Sequence[int], group: dist.ProcessGroup | None = None
-) -> tuple[float, Tensor]:
-    """Loss and gradient of the trainer's step over micro-batches of these sizes, divided among the
-    ranks of the group."""
-    loss, _, (output, *others) = CASES[name]
-    model, found = Given(output), []
-    step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])), group)
-    step.optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
+        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1)
+    step = Step.plain(state, objective,
+                      wrap(objective, group=None, device=device, bucket_mb=1), clip=Clip(norm=0))
     rows = torch.arange(len(output)).split(list(sizes))
-    own = block(len(rows), dist.get_rank(group) if group is not None else 0, step.num_ranks)
     result = step([
-        MicroBatch(MicroBatchSpec(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
-                   (rows[n], *(o[rows[n]] for o in others)))
-        for n in own
-    ])  # fmt: skip
+        MicroBatch(MicroBatchSpec(1, 0, number, number == len(rows) - 1, tuple(part.tolist())),
+                   (part, *(other[part] for other in others)))
+        for number, part in enumerate(rows)])
     assert result is not None
     assert result.loss is not None
     return result.loss, found[0]

@@ -19,10 +19,7 @@ GONE_S = 20.0
 
 
 def free_port() -> int:
-    """A free port.
-
-    Below the ephemeral range, where no outgoing connection takes it before the test does.
-    """
+    """A free port below the ephemeral range, where no outgoing connection takes it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -31,17 +28,12 @@ def free_port() -> int:
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
 def left_in_shared_memory(before: set[str], pids: Iterable[int], limit_s: float = 30.0) -> set[str]:
-    """The names not in `before` that remain, except those with the id of another process.
-
-    Args:
-        pids: the processes that may have left them. A name without a number is not theirs if it
-            goes within `limit_s`: somebody else's is on its way.
-    """
+    """The names not in `before` that `pids` have left: their numbers are ids of processes. A name
+    without a number is somebody else's if it goes within `limit_s`."""
     deadline_s, own = time.monotonic() + limit_s, set(pids)
 
     def left() -> set[str]:
@@ -80,24 +72,15 @@ def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
 
 def listening(pid: int) -> dict[str, str]:
     """Addresses, by inode, of the TCP sockets on which a process listens."""
-    inodes = set()
+    targets = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    return {inode: address for inode, address in listeners().items() if inode in inodes}
+            targets.add(os.readlink(entry))
+    return {inode: at for inode, at in listeners().items() if f"socket:[{inode}]" in targets}
 
 
 def listeners() -> dict[str, str]:
-    """Addresses, by inode, of all listening TCP sockets.
-
-    Compare inodes and not ports: another process may reuse a freed port immediately.
-    """
-    found = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                found[fields[9]] = fields[1].partition(":")[0]
-    return found
+    """Addresses, by inode, of all listening TCP sockets: another process may reuse a port."""
+    sockets = [line.split() for table in ("tcp", "tcp6")
+               for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return {fields[9]: fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A"}

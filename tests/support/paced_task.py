@@ -52,10 +52,6 @@ def consumed(run: Path) -> list[frozenset[int]]:
     """The samples of each step in metrics.jsonl, which must have each step once and in order."""
     lines = steps(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    found = []
-    for line in lines:
-        mask = 0
-        for group in range(SAMPLES // BITS):
-            mask |= round(line[f"bits_{group}"] * line["samples"]) << group * BITS
-        found.append(frozenset(i for i in range(SAMPLES) if mask >> i & 1))
-    return found
+    masks = [sum(round(line[f"bits_{group}"] * line["samples"]) << group * BITS
+                 for group in range(SAMPLES // BITS)) for line in lines]
+    return [frozenset(i for i in range(SAMPLES) if mask >> i & 1) for mask in masks]

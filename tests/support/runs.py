@@ -12,6 +12,11 @@ TAPE = ("--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
 """Four micro-batches per step, twenty steps per epoch."""
 
 
+PLATEAU = ("--schedule.name=plateau", "--schedule.options=patience=0",
+           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
+           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
+
+
 def train(*arguments: str) -> int:
     """In a rank: the exit code of `python -m trainer ARGUMENTS`.
 
@@ -59,17 +64,14 @@ def until_done(ranks: Any, sizes: int | Sequence[int], folder: Path, *arguments:
 
 
 def metrics(run: Path | str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
     return [json.loads(t) for t in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(run: Path | str) -> list[dict[str, Any]]:
-    """The lines of training steps."""
     return [line for line in metrics(run) if "loss" in line]
 
 
 def validations(run: Path | str) -> list[dict[str, Any]]:
-    """The lines of validations."""
     return [line for line in metrics(run) if "val_loss" in line]
 
 
@@ -86,7 +88,6 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def state(run: Path, step: int) -> dict[str, Any]:
-    """The state.json of a checkpoint."""
     return json.loads((run / f"checkpoints/step-{step:08d}/state.json").read_text())
 
 
@@ -98,7 +99,6 @@ def weights(run: Path | str, step: int) -> dict[str, Any]:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Change the last byte of a file."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -37,7 +37,6 @@ class Sick(Tape):
     """input: NaN in the sample; loss: infinite loss; gradient: finite loss with NaN gradient;
     spike: a loss 1000 times as high; outlier: a finite sample whose square is infinite."""
     centred: bool = False
-    """Whether the model has a running mean of its samples."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -45,10 +44,9 @@ class Sick(Tape):
 
     def dataset(self, split: str) -> Any:
         data = super().dataset(split)
-        if split == "train" and self.way == "input":
-            data.inputs[self.first : self.end] = torch.nan
-        if split == "train" and self.way == "outlier":
-            data.inputs[self.first : self.end] = 1e25
+        values = {"input": torch.nan, "outlier": 1e25}
+        if split == "train" and self.way in values:
+            data.inputs[self.first : self.end] = values[self.way]
         return data
 
     def loss(self, model: Any, batch: dict[str, Any]) -> Outcome:

@@ -74,24 +74,18 @@ class Classifier(nn.Sequential):
 
 
 class Held:
-    """The same as a plain object with tensors in memory, and an action at a chosen batch.
-
-    Args:
-        at: of the training micro-batches that this object has seen, at which to `act`.
-    """
+    """The same as a plain object with tensors in memory, which acts at its `at`-th micro-batch."""
 
     def __init__(self, at: int = 0, act: Callable[[], None] | None = None) -> None:
         self.x, self.y = samples(96, 0)
-        self.at, self.act = at, act
-        self.seen = [0]
+        self.at, self.act, self.seen = at, act, [0]
 
     def model(self) -> nn.Module:
         return Net()
 
     def dataset(self, split: str) -> TensorDataset | None:
-        if split == "test":
-            return None
-        return TensorDataset(self.x, self.y) if split == "train" else TensorDataset(*samples(50, 1))
+        return {"train": TensorDataset(self.x, self.y),
+                "validation": TensorDataset(*samples(50, 1))}.get(split)
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
         if model.training:
@@ -102,29 +96,21 @@ class Held:
 
 
 def send(number: int) -> Callable[[], None]:
-    """A function that signals this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 def interrupt_twice() -> None:
-    """Send two interrupts, as an impatient user does."""
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def fail() -> None:
-    """Raise an exception, as a mistake in user code does."""
     raise KeyError("the user's own mistake")
-
-
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
 
 def process_state() -> list[Any]:
     """State of the process that a library call must not change."""
-    return [
-        [signal.getsignal(number) for number in HANDLED],
-        torch.get_rng_state().tolist(), torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        threading.active_count(), len(os.listdir("/proc/self/fd")),
-    ]  # fmt: skip
+    return [[signal.getsignal(number) for number in signal.valid_signals()],
+            torch.get_rng_state().tolist(), torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+            threading.active_count(), len(os.listdir("/proc/self/fd"))]

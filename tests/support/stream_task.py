@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tape_task import Tape, read_tape
+from tape_task import Tape, draws, read_tape
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -44,10 +44,8 @@ class Whole(IterableDataset):
             with open(self.log, "a") as file:
                 file.write(json.dumps([self.epoch, index]) + "\n")
         x = torch.randn(self.width, generator=torch.Generator().manual_seed(index))
-        draws = [random.random(), np.random.rand(), self.own.random(), self.python.random(),
-                 torch.rand(()).item()]  # fmt: skip
         return {"index": index, "x": x, "y": x.sum().cos(), "epoch": self.epoch,
-                "draws": torch.tensor(draws, dtype=torch.float64)}
+                "draws": draws(self)}
 
 
 class Lanes(Whole):
@@ -70,12 +68,9 @@ class StatefulLanes(Lanes):
         return LaneIterator(self, number)
 
 
-class LaneIterator:
+class LaneIterator(Iterator):
     def __init__(self, dataset: Lanes, number: int) -> None:
         self._dataset, self._number, self._place = dataset, number, 0
-
-    def __iter__(self) -> LaneIterator:
-        return self
 
     def __next__(self) -> dict[str, Any]:
         if self._place == self._dataset.sizes[self._number]:
@@ -91,13 +86,8 @@ class LaneIterator:
 
 
 class Measured(Whole):
-    """A stream with a length."""
-
     def __len__(self) -> int:
         return self.count
-
-
-KINDS = {"lanes": Lanes, "stateful": StatefulLanes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +107,12 @@ class StreamTape(Tape):
             outcome)
 
     def dataset(self, split: str) -> IterableDataset | None:
-        if split == "validation":
-            return Whole(self.validation, self.width) if self.validation else None
-        if split == "test":
-            return None
-        if self.kind in KINDS:
-            sizes = [int(size) for size in self.sizes.split(",")]
-            return KINDS[self.kind](sizes, self.width, self.log)
-        return (Measured if self.kind == "measured" else Whole)(self.samples, self.width, self.log)
+        if split != "train":
+            has_data = split == "validation" and self.validation
+            return Whole(self.validation, self.width) if has_data else None
+        kind = {"whole": Whole, "measured": Measured, "lanes": Lanes, "stateful": StatefulLanes}
+        content = [int(size) for size in self.sizes.split(",")] if self.sizes else self.samples
+        return kind[self.kind](content, self.width, self.log)
 
 
 def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, int, tuple]]]:
@@ -135,8 +123,6 @@ def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, in
     found = []
     for start in range(0, len(tapes[0]), count):
         lines = [line for lines in tapes for line in lines[start : start + count]]
-        found.append([
-            (epoch, index, tuple(draws)) for line in lines
-            for epoch, index, draws in zip(line["epochs"], line["ids"], line["draws"], strict=True)
-        ])  # fmt: skip
+        found.append([(epoch, index, tuple(drawn)) for line in lines for epoch, index, drawn in zip(
+            line["epochs"], line["ids"], line["draws"], strict=True)])
     return found

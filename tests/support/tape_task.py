@@ -18,6 +18,13 @@ from torch.utils.data import Dataset
 from trainer import Outcome
 
 
+def draws(data: Any) -> Tensor:
+    """A number from each kind of generator; two are attributes of the data set."""
+    numbers = [random.random(), np.random.rand(), data.own.random(), data.python.random(),
+               torch.rand(()).item()]  # fmt: skip
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 class Indexed(Dataset):
     """Sample i is (i, x_i, y_i, draws): draws from each kind of generator, and the epoch."""
 
@@ -38,10 +45,8 @@ class Indexed(Dataset):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        draws = [random.random(), np.random.rand(), self.own.random(), self.python.random(),
-                 torch.rand(()).item()]  # fmt: skip
         return {"index": index, "x": self.inputs[index], "y": self.targets[index],
-                "draws": torch.tensor(draws, dtype=torch.float64), "epoch": self.epoch}
+                "draws": draws(self), "epoch": self.epoch}
 
 
 class Net(nn.Module):
@@ -51,9 +56,8 @@ class Net(nn.Module):
         super().__init__()
         self.body = nn.Sequential()
         if norm:
-            self.body.append(nn.Linear(width, 16))
-            self.body.append(nn.BatchNorm1d(16) if norm == "batch" else nn.GroupNorm(4, 16))
-            self.body.append(nn.ReLU())
+            layer = nn.BatchNorm1d(16) if norm == "batch" else nn.GroupNorm(4, 16)
+            self.body.extend([nn.Linear(width, 16), layer, nn.ReLU()])
         self.body.append(nn.Dropout(dropout))
         self.head = nn.Linear(16 if norm else width, 1)
 
@@ -86,16 +90,10 @@ class Tape:
         predicted = model(batch["x"])
         error = (predicted - batch["y"]).square()
         if self.tape:
-            line = {
-                "training": model.training,
-                "ids": batch["index"].tolist(),
-                "epochs": batch["epoch"].tolist(),
-                "draws": batch["draws"].tolist(),
-                "mask": drop.tolist(),
-                "random": [random.random(), float(np.random.rand())],
-            }
-            path = f"{self.tape}-{os.environ.get('RANK', '0')}.jsonl"
-            with open(path, "a") as file:
+            line = {"training": model.training, "ids": batch["index"].tolist(),
+                    "epochs": batch["epoch"].tolist(), "draws": batch["draws"].tolist(),
+                    "mask": drop.tolist(), "random": [random.random(), float(np.random.rand())]}
+            with open(f"{self.tape}-{os.environ.get('RANK', '0')}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         return Outcome(error.sum(), len(error), {"abs": (error.detach().sqrt().sum(), len(error))})
 

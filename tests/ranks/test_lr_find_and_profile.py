@@ -1,7 +1,8 @@
-"""Learning-rate range test: its suggestion, and that it leaves the run folder unchanged."""
+"""`lr-find` and `profile`: what they print and write, and that a run stays unchanged."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -30,11 +31,10 @@ def test_a_loss_that_never_falls_gives_no_suggestion():
     assert suggest(RATES, [2.3 + 0.01 * i for i in range(100)]).rate == 0
 
 
-def find(folder: str, *arguments: str) -> tuple[int, list[str]]:
-    """Run lr-find in a folder, in a rank. Return its exit code and the names in the folder."""
+def within(folder: str, *arguments: str) -> int:
+    """In a rank: run a command in a folder."""
     os.chdir(folder)
-    code = main(["lr-find", *arguments, "--world.threads=1", "--device=cpu"])
-    return code, sorted(os.listdir())
+    return main([*arguments, "--task.points=300", "--world.threads=1", "--device=cpu"])
 
 
 def test_lr_find_prints_a_table_and_a_suggestion_and_leaves_the_run_unchanged(
@@ -45,22 +45,28 @@ def test_lr_find_prints_a_table_and_a_suggestion_and_leaves_the_run_unchanged(
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     capfd.readouterr()
 
-    (code, there), = ranks(1, find, str(tmp_path), "spiral", "--task.points=300", "--points=60",
-                           f"--run-dir={folder}", group=False)
+    assert ranks(1, within, str(tmp_path), "lr-find", "spiral", "--points=60",
+                 f"--run-dir={folder}", group=False) == [0]
 
     output = capfd.readouterr().out
-    assert (code, there) == (0, ["lr-find.png", "run"])
+    assert {path.name for path in tmp_path.iterdir()} == {"lr-find.png", "run"}
     assert "suggestion: --optim.lr" in output
     assert len([line for line in output.splitlines() if "e-0" in line]) >= 10
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (["spiral", "--points=5"], 2, "--points 5: use 10 or more"),
-])
-def test_problems_are_reported(ranks, tmp_path, capfd, arguments, code, message):
-    (found, there), = ranks(1, find, str(tmp_path), *arguments, group=False)
+def test_phases_and_operations_are_printed_and_the_trace_is_complete(ranks, tmp_path, capfd):
+    assert ranks(1, within, str(tmp_path), "profile", "spiral", "--active=3", "--to=.",
+                 group=False) == [0]
 
     output = capfd.readouterr().out
-    assert (found, there) == (code, [])
-    assert message in output
+    phases, operations, *_ = output[output.index("phase  "):].split("\n\n")
+    for phase in ("data", "forward", "backward and clip", "update", "between steps"):
+        assert f"\n{phase} " in phases
+    shares = [float(line.split()[-2]) for line in phases.splitlines() if line.endswith("%")]
+    assert 99 < sum(shares) < 101
+    assert "Self CPU %" in operations
+    assert "aten::" in operations
+    trace, = tmp_path.glob("*.pt.trace.json")
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name == "phase: forward" for name in names) == 3 * 2
