@@ -40,7 +40,7 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
 from trainer.run.context import Context, Resumption, RunFolder
-from trainer.run.evaluate import Evaluator, make_evaluator
+from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
 from trainer.run.pictures import Pictures
 from trainer.run.prepare import Setup, loader_workers, prepare
@@ -283,9 +283,10 @@ def _evaluator(
         with contextlib.nullcontext() if state.ema is None else state.ema.exchanged():
             yield
 
-    return None if setup.data[split] is None else make_evaluator(
-        setup.task, setup.data[split], setup.model, context.config, context.world,
-        autocast=trainable.compute.autocast, marks=context.marks, weights=weights,
+    return None if setup.data[split] is None else Evaluator(
+        task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,
+        world=context.world, autocast=trainable.compute.autocast, marks=context.marks,
+        weights=weights,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
         stopped=lambda: stop.requested, warn_once=context.log.warn_once)

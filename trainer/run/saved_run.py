@@ -22,7 +22,7 @@ from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import precision
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.evaluate import Evaluator, make_evaluator
+from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
 
@@ -57,10 +57,10 @@ class SavedRun:
         dataset = make_data(self.task, self.config, split)
         if dataset is None:
             return None
-        return make_evaluator(
-            self.task, dataset, self.model, self.config, self.world, marks=ProgressMarks(),
-            autocast=precision.autocast(self.choice, self.world.device),
-            step=lambda: self.weights.step)
+        return Evaluator(
+            task=self.task, dataset=dataset, model=self.model, config=self.config,
+            world=self.world, autocast=precision.autocast(self.choice, self.world.device),
+            marks=ProgressMarks(), step=lambda: self.weights.step)
 
     def fresh_model(self) -> nn.Module:
         """Construct another model, without the weights of the checkpoint."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.data.batch import collate
+from trainer.config.schema import Batch, Config
+from trainer.distributed.world import LaunchInfo, World
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.run.finish import classes
@@ -70,32 +72,36 @@ class Rule(nn.Module):
         return (x.squeeze(1) * 3).long()
 
 
-def evaluate(rank: int, num_ranks: int, others: list[Tensor]) -> tuple[Any, Tensor]:
+def evaluate(
+    rank: int, num_ranks: int, others: list[list[Tensor]]
+) -> tuple[Any, list[Tensor]]:
     """A rank's scores if the other ranks contribute `others` to the sum, and its contribution."""
     own: list[Tensor] = []
 
-    def all_sum(shared: Tensor) -> Tensor:
-        if shared.numel() == 3:  # the stop flag and the metrics' names: equal on all ranks
-            return shared.mul_(num_ranks)
-        own.append(shared.clone())
-        for other in others:
-            shared += other
-        return shared
+    class Ranks(World):
+        def gather_json(self, value: Any) -> list[Any]:
+            return [value] * num_ranks
+
+        def all_sum(self, tensor: Tensor) -> Tensor:
+            own.append(tensor.clone())
+            for other in others:
+                tensor += other[len(own) - 1]
+            return tensor
 
     def loss(model: nn.Module, batch: Any) -> Outcome:
         x, y = batch
         found = model(x)
         return Outcome((found != y).float().sum(), len(y), table=confusion(found, y, 3))
 
+    figures = {"f1": macro("f1"), "twice": lambda means, table: 2 * means["loss"]}
     generator = torch.Generator().manual_seed(3)
-    samples = [(torch.rand(1, generator=generator), i % 3) for i in range(11)]
+    task = SimpleNamespace(loss=loss, figures=lambda: figures)
     scores = Evaluator(
-        model=Rule(), loss=loss, dataset=samples, collate=collate, batch_size=4, workers=0, seed=0,
-        rank=rank, num_ranks=num_ranks, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, all_sum=all_sum, marks=ProgressMarks(), step=lambda: 1,
-        figures={"f1": macro("f1"), "twice": lambda means, table: 2 * means["loss"]},
-    )()  # fmt: skip
-    return scores, own[0]
+        task=task, dataset=[(torch.rand(1, generator=generator), i % 3) for i in range(11)],
+        model=Rule(), config=Config(task=task, batch=Batch(micro_size=2)),
+        world=Ranks(LaunchInfo(rank=rank, size=num_ranks), torch.device("cpu"), 1),
+        autocast=contextlib.nullcontext, marks=ProgressMarks(), step=lambda: 1)()
+    return scores, own
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])  # of 3 batches: with 5 some ranks have none
