@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
                 if result is None:  # the stream's epoch has ended
                     loader.next_epoch()
                 else:
-                    run.record.metrics.step(result, waited_s=loader.waited_s)
+                    run.folder.metrics.step(result, waited_s=loader.waited_s)
                 if number == WARM_UP + options.active - 1:
                     clock.switch("")
                 profiler.step()

@@ -56,5 +56,5 @@ def scratch_run(
                 yield run
             finally:
                 built.loader.close()
-                built.record.metrics.close()
+                built.folder.metrics.close()
                 log.close()

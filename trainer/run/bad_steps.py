@@ -228,7 +228,7 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
     checkpoint.finish_pending()
     checkpoint.confirm()
     with world.long_timeout():
-        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run, newest=newest)
+        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run_id, newest=newest)
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)

@@ -18,6 +18,7 @@ from trainer.resilience.stop_signals import StopSignals
 from trainer.run.run_dir import RunIdentity
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Status
 
 
@@ -32,6 +33,10 @@ class Context:
     marks: ProgressMarks
     path: Path
     """The run folder."""
+    resume_from: Path
+    """PATH of --resume, if it is one."""
+    init: Path
+    """PATH of --init, if it is given."""
 
     @property
     def status(self) -> Status:
@@ -48,8 +53,9 @@ class RunFolder:
     store: Store
     faults: Sequence[Fault]
     """Faults to be injected."""
+    metrics: Metrics = field(default_factory=Metrics)
     given_hints: set[str] = field(default_factory=set)
-    """Names of the hints that the run has given so far; `Hints` adds to it."""
+    """Names of the hints given so far; `Hints` adds to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def update_best(
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     world, log, path = run.context.world, run.context.log, run.context.path
-    state, metrics = run.state, run.record.metrics
+    state, metrics = run.state, run.recorders.metrics
     progress, best = state.progress, state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
@@ -76,8 +76,8 @@ def finish(run: Run) -> dict[str, Any]:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
     metrics.finish(settings(run.context.config), figures, progress.step)
-    if run.record.pictures is not None:
-        run.record.pictures.save_animation(progress.step)
+    if run.recorders.pictures is not None:
+        run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
     for text in run.guard.faults.unfired():
@@ -90,7 +90,7 @@ def finish(run: Run) -> dict[str, Any]:
 def _write(run: Run, summary: dict[str, Any]) -> None:
     """Write model and summary. The summary marks the run as complete, so it is written last."""
     path = run.context.path
-    run.record.metrics.sync()
+    run.recorders.metrics.sync()
     if run.context.world.writes_run_dir:
         weights = run.state.export_weights()
         files.replace_bytes(path / layout.PRODUCT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
+from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
@@ -55,6 +56,8 @@ class Setup:
     lengths: ScheduleLengths
     """Lengths on which the schedule is based; a checkpoint restores those of the first start."""
     data: dict[str, Any]
+    workers: int
+    """Loader processes for the training data."""
     plan: BatchPlan
     intervals: Intervals
     fingerprint: str
@@ -63,6 +66,11 @@ class Setup:
     figures: dict[str, Any]
     card: dict[str, Any]
     """Facts about the run for the startup summary."""
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of samples."""
+        return getattr(self.task, "collate", batches.collate)
 
     def steps(self, duration: Duration) -> int:
         """A duration in optimizer steps."""
@@ -105,6 +113,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     if schedule.metric and data["validation"] is None:
         raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
                           "stops improving, but the task has no validation data.")
+    workers = loader_workers(config, data["train"], world)
+    fingerprint = _fingerprint(task, data["train"], config, world.rank)
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -119,11 +129,13 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "frozen_parameters": frozen,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
+        "workers": workers,
+        "precision": str(choice),
+        "fingerprint": fingerprint,
     }
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
                  schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
-                 card=card, sinks=sinks, figures=figures,
-                 fingerprint=_fingerprint(task, data["train"], config, world.rank))
+                 card=card, sinks=sinks, figures=figures, workers=workers, fingerprint=fingerprint)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:

@@ -35,8 +35,8 @@ class Trainable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """What records the run."""
+class Recorders:
+    """What records the steps of the run."""
 
     metrics: Metrics
     timing: StepTiming
@@ -67,22 +67,18 @@ class BuiltRun:
     loader: Loader
     validation: Evaluator | None
     test: Evaluator | None
-    record: Record
+    recorders: Recorders
     guard: Guard
+
+    @property
+    def state(self) -> TrainState:
+        """The state that checkpoints hold."""
+        return self.trainable.state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(BuiltRun):
     """A run that is ready to train."""
 
-    context: Context
-    setup: Setup
-    folder: RunFolder
-    state: TrainState
     step: Step
-    loader: Loader
-    validation: Evaluator | None
-    test: Evaluator | None
     replica_check: ReplicaCheck
-    record: Record
-    guard: Guard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import os
@@ -34,7 +33,7 @@ DISK_FULL_WAIT_S = 15.0
 class RunIdentity:
     """Id of the run in a folder, and the number of this attempt (0 is the first)."""
 
-    run: str
+    run_id: str
     attempt: int
 
 
@@ -59,13 +58,13 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
     # without the others. The run with the most steps is continued.
     seen = [record for record in world.gather_json(mine) if record is not None]
     if not seen:
-        return RunIdentity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
+        return RunIdentity(run_id=world.broadcast_json(secrets.token_hex(8)), attempt=0)
     run = max(seen, key=lambda record: record["step"])["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
         log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
                     f"than the one being continued ({run}); its checkpoints are kept, but not used")
-    return RunIdentity(run=run, attempt=attempt)
+    return RunIdentity(run_id=run, attempt=attempt)
 
 
 def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
@@ -136,7 +135,7 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
         world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
-            mine = {**dataclasses.asdict(identity), "launch": launch_id}
+            mine = {"run": identity.run_id, "attempt": identity.attempt, "launch": launch_id}
             _when_not_full(lambda: replace_json(path / layout.IDENTITY, mine),
                            DISK_FULL_WAIT_S if identity.attempt else 0.0, log)
     except OSError as problem:

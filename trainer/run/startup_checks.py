@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
@@ -65,8 +64,7 @@ def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
         why = ("a second iteration over the training stream gives other samples: each iteration "
                "must start from the beginning, and may depend on the epoch through set_epoch()")
     else:
-        reader = KeyedSamples(dataset, seed=seed, collate=getattr(
-            work.task, "collate", batches.collate))
+        reader = KeyedSamples(dataset, seed=seed, collate=work.collate)
         indices = tuple(range(min(2, len(reader))))
         names, read, drawn = ", ".join(map(str, indices)), [], []
         try:

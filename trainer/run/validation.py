@@ -26,12 +26,12 @@ def validate(run: Run) -> None:
     status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = state.progress.step
     line = validation_line(step, scores, state.meter.take_mean())
-    run.record.metrics.validation(line)
+    run.recorders.metrics.validation(line)
     state.progress.complete_validation()
     state.schedule.validated(line)
     if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
         run.guard.checkpoint.save("best")
-    run.record.draw(step)
+    run.recorders.draw(step)
 
 
 def save_and_stop(run: Run) -> NoReturn:

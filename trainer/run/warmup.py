@@ -54,7 +54,7 @@ def start(built: BuiltRun) -> Run:
         context.marks.mark(Phase.RESTORE, found.step)
         trainable.checkpoint.load(found)
         if state.progress.validated == state.progress.step:
-            built.record.draw(found.step, again=False)  # it may have been lost with rank 0
+            built.recorders.draw(found.step, again=False)  # it may have been lost with rank 0
     log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
     step = _make_step(built, facts)
     if step.own_update:
@@ -63,9 +63,7 @@ def start(built: BuiltRun) -> Run:
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
                                  context.world, built.resumption.position)
-    return Run(context=context, setup=setup, folder=built.folder, state=state, step=step,
-               loader=built.loader, validation=built.validation, test=built.test,
-               replica_check=replica_check, record=built.record, guard=built.guard)
+    return Run(**vars(built), step=step, replica_check=replica_check)
 
 
 def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
