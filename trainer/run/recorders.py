@@ -134,12 +134,12 @@ def _open_tensorboard(
             norms.clear()
         elif line["grad_norm"] is not None:
             norms.append(line["grad_norm"])
-    options = context.config.log
+    log = context.config.log
     return TensorBoard(
         context.path / layout.TENSORBOARD, first=first, norms=norms,
-        every=setup.steps(options.tensorboard_every) or setup.intervals.total,
+        every=setup.steps(log.tensorboard_every) or setup.intervals.total,
         class_names=getattr(setup.task, "class_names", ()),
-        histograms_every=setup.steps(options.histograms), tensors=partial(_tensors, setup.model))
+        histograms_every=setup.steps(log.histograms), tensors=partial(_tensors, setup.model))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:

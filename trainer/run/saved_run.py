@@ -43,7 +43,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Configuration of a run, and its model with weights, in evaluation mode."""
+    """A run's configuration, and its model with weights, in evaluation mode."""
 
     config: Config[Any]
     task: Any
@@ -53,7 +53,7 @@ class SavedRun:
     weights: CheckpointWeights
 
     def evaluator(self, split: str) -> Evaluator | None:
-        """Return the evaluator of a split, bitwise equal to that of the run; None without data."""
+        """The evaluator of a split, as in the run; None without data."""
         dataset = make_data(self.task, self.config, split)
         if dataset is None:
             return None
@@ -75,9 +75,11 @@ class SavedRun:
 
 
 def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> SavedRun:
-    """Open the run in a folder with the weights of a checkpoint (best, last, or a step) and flags
-    that override its configuration. Writes nothing."""
-    config = load_configuration(run, overrides)
+    """Open the run in a folder with the weights of a checkpoint (best, last, or a step)."""
+    path = run / layout.CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
+    config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = weights.threads if config.world.threads == "auto" else config.world.threads
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
@@ -94,16 +96,7 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
                     weights=weights)
 
 
-def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
-    """The configuration of the run in a folder."""
-    path = run / layout.CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
-    return dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
-
-
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    """The weights of a checkpoint (best, last, or a step), with their average if `averaged`."""
     store, tries = Store(run / layout.CHECKPOINTS), TRIES
     product = run / layout.PRODUCT
     while True:
@@ -135,10 +128,10 @@ def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> Checkpoin
     else:
         raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
     info = store.verify(step)
-    has_average = averaged and (info.path / layout.EMA).is_file()
-    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
+    model, average = info.path / layout.MODEL, info.path / layout.EMA
     return CheckpointWeights(
-        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average,
+        info.step, tensorfile.load_tensors(model),
+        tensorfile.load_tensors(average) if averaged and average.is_file() else {},
         SavedState.read(info.path).circumstances.get("threads"))
 
 
@@ -153,7 +146,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> No
 
 @contextlib.contextmanager
 def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
-    """Context for writing a file: an OSError becomes a ConfigError with the flag and a remedy."""
+    """Context in which an OSError becomes a ConfigError with the flag and a remedy."""
     try:
         yield
     except OSError as error:

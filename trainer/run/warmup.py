@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ from trainer.telemetry.status import Phase
 def start(built: BuiltRun) -> Run:
     """Collective. Warm up, then restore the checkpoint from which the run continues."""
     context, setup, trainable = built.context, built.setup, built.trainable
-    state, found, log = trainable.state, built.resumption.found, context.log
+    state, found = trainable.state, built.resumption.found
     facts = ModelFacts()
     if state.progress.step < setup.intervals.total:
         context.status.enter(Phase.WARM_UP)
@@ -55,15 +55,177 @@ def start(built: BuiltRun) -> Run:
         trainable.checkpoint.load(found)
         if state.progress.validated == state.progress.step:
             built.recorders.draw(found.step, again=False)  # it may have been lost with rank 0
-    log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
+    context.log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
     step = _make_step(built, facts)
     if step.own_update:
-        hidden_state.watch_optimizer(state.optimizer, state.names(), log)
+        hidden_state.watch_optimizer(state.optimizer, state.names(), context.log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
                                  context.world, built.resumption.position)
     return Run(**vars(built), step=step, replica_check=replica_check)
+
+
+def warm_up(built: BuiltRun) -> ModelFacts:
+    """Collective. Compute one synchronised forward and backward of the first real micro-batch, and
+    restore buffers and gradients afterwards.
+
+    DDP reorders its buckets after the first backward, which changes the bits of sums over three or
+    more ranks; compilers and allocators reach their final state too. Without the warm-up, the
+    first step of a resumed attempt would differ from the same step of an uninterrupted one.
+    """
+    world, log, trainable = built.context.world, built.context.log, built.trainable
+    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
+    model, objective = compute.model, compute.objective
+    canonical = isinstance(trainable.reduction, RankInvariantReduction)
+    find_unused = built.context.config.parallel.find_unused == "on"
+    buffers.keep()
+    before = checksums(model.parameters())
+    versions = [version(p) for p in model.parameters()]
+    micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
+    micro = replace(micro, batch=batches.copy_of(micro.batch))
+    seen = None
+    if built.resumption.found is None:
+        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world,
+                         allow_unused=find_unused or canonical)
+    times = Counter[Tensor]()  # how often the backward adds to each parameter's gradient
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: times.update([p]))
+             for p in compute.parameters if canonical]
+    synced = replace(micro, spec=replace(micro.spec, last=True))
+    activations = memory.activations(model, partial(compute, synced, rehearsal=True))
+    for hook in hooks:
+        hook.remove()
+    mutates_batch = any(version(t) for t in batches.tensors(micro.batch))
+    buffers.restore_storage()
+    state.check_structure()
+    if canonical:
+        _refuse_partial_gradients(model, world, times)
+    _refuse_sparse_gradients(built)
+    if (world.size > 1 or canonical) and not find_unused:
+        # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
+        _refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
+    objective.take_sums(world.size)
+    compute.communication.reset()
+    built.loader.forget_wait()
+    changed, local = _find_changed_buffers(trainable, world, log)
+    buffers.put_back()
+    state.optimizer.zero_grad(set_to_none=True)
+    moves = _moves_parameters(model, world, before, versions, canonical=canonical)
+    if not moves and seen is not None and torch.are_deterministic_algorithms_enabled() and (
+            why := hidden_state.describe_hidden_state(
+                seen, hidden_state.ForwardObservation.of(objective))):
+        log.warn_once(why)
+    return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
+                      replicated_buffers=changed, local_buffers=tuple(local),
+                      activations_mb=activations)
+
+
+def _rehearse(
+    trainable: Trainable, micro: MicroBatch, world: World, *, allow_unused: bool
+) -> hidden_state.ForwardObservation:
+    """Collective. Compute a forward and backward without synchronisation, to find parameters that
+    only some ranks use: DDP would wait forever for their gradients."""
+    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
+    compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
+    buffers.restore_storage()
+    state.check_structure()
+    if world.size > 1 and not allow_unused:
+        _refuse_unused(compute.model, world)
+    compute.objective.accumulator.take()
+    buffers.put_back()
+    state.optimizer.zero_grad(set_to_none=True)
+    return hidden_state.ForwardObservation.of(compute.objective)
+
+
+def _refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
+    """Collective. Refuse trainable parameters without a gradient, on this rank if it `looked`."""
+    _refuse_on_all_ranks(
+        [n for n, p in model.named_parameters() if looked and p.requires_grad and p.grad is None],
+        world,
+        "--task: the loss of the first batch does not depend on the trainable parameters {}; "
+        "freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
+
+
+def _refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
+    """Collective. Refuse gradients to which backward has added several `times`: the canonical
+    reduction would add the parts one by one to the sum of earlier micro-batches."""
+    _refuse_on_all_ranks(
+        [n for n, p in model.named_parameters()
+         if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)], world,
+        "--parallel.reduction canonical: the gradients of {} come in parts, so their sum would "
+        "depend on the number of ranks: they are sparse (use sparse=False), or a nested backward "
+        "adds to them too (use use_reentrant=False in checkpoint()). Or use --parallel.reduction "
+        "ddp.")
+
+
+def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> None:
+    """Collective. Raise ConfigError on all ranks if any rank names a parameter."""
+    names = sorted({name for names in world.gather_json(list(mine)) for name in names})
+    if names:
+        raise from_rank(0, ConfigError(message.format(listed(names))))
+
+
+def _refuse_sparse_gradients(built: BuiltRun) -> None:
+    """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
+    sparse: dict[Tensor, str] = {p: name for name, p in built.setup.model.named_parameters()
+                                 if p.grad is not None and p.grad.is_sparse}
+    problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
+    if why := next(filter(None, built.context.world.gather_json(problem)), ""):
+        raise from_rank(0, ConfigError(f"{why}."))
+
+
+def _find_changed_buffers(
+    trainable: Trainable, world: World, log: Log
+) -> tuple[frozenset[Tensor], list[Tensor]]:
+    """Collective. Find the buffers that the forward has just changed on some rank: all of them, and
+    those that neither a synchronised batch norm nor the reduction keeps equal on all ranks."""
+    model, buffers = trainable.compute.model, trainable.boundary.buffers
+    pairs = buffers.pairs()
+    here = [bool(torch.any(live != kept)) for live, kept in pairs]
+    on_any = world.all_sum(torch.tensor(here, dtype=torch.float32)).tolist()
+    changed = frozenset(b for (b, _), moved in zip(pairs, on_any, strict=True) if moved)
+    buffers.watch(changed)
+    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    mine = {id(b) for (b, _), moved in zip(pairs, here, strict=True) if moved}
+    if lost := [n for n, b in model.named_buffers() if id(b) in mine - saved]:
+        log.warn_once(f"the model's forward changes {listed(lost)}, registered with "
+                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
+                      "restart gives other bits")
+    if world.size == 1:
+        return changed, []
+    shared = {id(b) for m in model.modules() if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
+              for b in m.buffers(recurse=False)}
+    if isinstance(trainable.reduction, RankInvariantReduction):
+        shared |= {id(b) for b in trainable.reduction.shared}
+    return changed, [b for b, _ in pairs if b in changed and id(b) not in shared]
+
+
+def _moves_parameters(
+    model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
+) -> bool:
+    """Collective. Whether the forward changes parameters on some rank: their checksums `before` it
+    or their `versions`. Raises ConfigError if ranks would differ, or their number would matter."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    after = checksums(parameters)
+    # Version counters also detect writes of equal values, such as a teacher equal to its student.
+    written = torch.tensor([version(p) != old for p, old in zip(parameters, versions, strict=True)])
+    moved = world.all_sum(((after != before).cpu() | written).double()).tolist()
+    if not any(moved):
+        return False
+    if canonical:
+        changed = listed(n for n, m in zip(names, moved, strict=True) if m)
+        raise from_rank(0, ConfigError(
+            f"--parallel.reduction canonical: the model's forward changes the parameters {changed},"
+            " so they would depend on the number of ranks; make them buffers (register_buffer), or "
+            "use --parallel.reduction ddp."))
+    everywhere = world.gather_json(after.tolist())
+    differing = [n for n, *sums in zip(names, *everywhere, strict=True) if len(set(sums)) > 1]
+    if differing:
+        raise from_rank(0, ConfigError(
+            f"--task: the model's forward changes the parameters {listed(differing)} differently "
+            "on each rank, because it depends on the samples (as max_norm of an Embedding does); "
+            "make them buffers, or train with one rank."))
+    return True
 
 
 def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
@@ -96,180 +258,3 @@ def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tens
     buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
     return parameters | buffers | tensors[OPTIMIZER] | average
-
-
-def warm_up(built: BuiltRun) -> ModelFacts:
-    """Collective. Compute one synchronised forward and backward of the first real micro-batch, and
-    restore buffers and gradients afterwards.
-
-    DDP reorders its buckets after the first backward, which changes the bits of sums over three or
-    more ranks; compilers and allocators reach their final state too. Without the warm-up, the
-    first step of a resumed attempt would differ from the same step of an uninterrupted one.
-    """
-    world, log, trainable = built.context.world, built.context.log, built.trainable
-    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
-    model, objective = compute.model, compute.objective
-    canonical = isinstance(trainable.reduction, RankInvariantReduction)
-    find_unused = built.context.config.parallel.find_unused == "on"
-    buffers.keep()
-    before = checksums(model.parameters())
-    versions = [version(p) for p in model.parameters()]
-    micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
-    micro = replace(micro, batch=batches.copy_of(micro.batch))
-    seen = None
-    if built.resumption.found is None:
-        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world,
-                         allow_unused=find_unused or canonical)
-    synced = replace(micro, spec=replace(micro.spec, last=True))
-    with count_accumulations(compute.parameters if canonical else ()) as times:
-        activations = memory.activations(model, partial(compute, synced, rehearsal=True))
-    mutates_batch = any(version(t) for t in batches.tensors(micro.batch))
-    buffers.restore_storage()
-    state.check_structure()
-    if canonical:
-        refuse_partial_gradients(model, world, times)
-    refuse_sparse(built)
-    if (world.size > 1 or canonical) and not find_unused:
-        # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
-        refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
-    objective.take_sums(world.size)
-    compute.communication.reset()
-    built.loader.forget_wait()
-    changed, local = _find_changed_buffers(trainable, world, log)
-    buffers.put_back()
-    state.optimizer.zero_grad(set_to_none=True)
-    moves = _moves_parameters(model, world, before, versions, canonical=canonical)
-    if not moves and seen is not None and torch.are_deterministic_algorithms_enabled() and (
-            why := hidden_state.describe_hidden_state(
-                seen, hidden_state.ForwardObservation.of(objective))):
-        log.warn_once(why)
-    return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
-                      replicated_buffers=changed, local_buffers=tuple(local),
-                      activations_mb=activations)
-
-
-def _rehearse(
-    trainable: Trainable, micro: MicroBatch, world: World, *, allow_unused: bool
-) -> hidden_state.ForwardObservation:
-    """Collective. Compute a forward and backward without synchronisation, to find parameters that
-    only some ranks use: DDP would wait forever for their gradients."""
-    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
-    compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
-    buffers.restore_storage()
-    state.check_structure()
-    if world.size > 1 and not allow_unused:
-        refuse_unused(compute.model, world)
-    compute.objective.accumulator.take()
-    buffers.put_back()
-    state.optimizer.zero_grad(set_to_none=True)
-    return hidden_state.ForwardObservation.of(compute.objective)
-
-
-@contextlib.contextmanager
-def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
-    """Count how often a backward inside adds to each parameter's gradient."""
-    times = Counter[Tensor]()
-
-    def count(parameter: Tensor) -> None:
-        times[parameter] += 1
-
-    hooks = [p.register_post_accumulate_grad_hook(count) for p in parameters]
-    try:
-        yield times
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`);
-    the canonical reduction does on one rank too, since the number of ranks may change."""
-    mine = [n for n, p in model.named_parameters()
-            if looked and p.requires_grad and p.grad is None]
-    _refuse_on_all_ranks(
-        mine, world, "--task: the loss of the first batch does not depend on the trainable "
-        "parameters {}; freeze them (requires_grad_(False)), use them, or set "
-        "--parallel.find-unused on.")
-
-
-def refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
-    """Collective. Refuse gradients to which backward has added several `times`: the canonical
-    reduction would add the parts one by one to the sum of earlier micro-batches."""
-    mine = [n for n, p in model.named_parameters()
-            if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
-    _refuse_on_all_ranks(
-        mine, world, "--parallel.reduction canonical: the gradients of {} come in parts, so their "
-        "sum would depend on the number of ranks: they are sparse (use sparse=False), or a nested "
-        "backward adds to them too (use use_reentrant=False in checkpoint()). Or use "
-        "--parallel.reduction ddp.")
-
-
-def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> None:
-    """Collective. Raise ConfigError on all ranks if any rank names a parameter."""
-    names = sorted({name for names in world.gather_json(list(mine)) for name in names})
-    if names:
-        raise from_rank(0, ConfigError(message.format(listed(names))))
-
-
-def refuse_sparse(built: BuiltRun) -> None:
-    """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
-    sparse: dict[Tensor, str] = {p: name for name, p in built.setup.model.named_parameters()
-                                 if p.grad is not None and p.grad.is_sparse}
-    problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
-    if why := next(filter(None, built.context.world.gather_json(problem)), ""):
-        raise from_rank(0, ConfigError(f"{why}."))
-
-
-def _moves_parameters(
-    model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
-) -> bool:
-    """Collective. Whether the forward changes parameters on some rank: their checksums `before` it
-    or their `versions`. Raises ConfigError if ranks would differ, or their number would matter."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    after = checksums(parameters)
-    # Version counters also detect writes of equal values, such as a teacher equal to its student.
-    written = torch.tensor([version(p) != old for p, old in zip(parameters, versions, strict=True)])
-    moved = world.all_sum(((after != before).cpu() | written).double()).tolist()
-    if not any(moved):
-        return False
-    if canonical:
-        changed = listed(n for n, m in zip(names, moved, strict=True) if m)
-        raise from_rank(0, ConfigError(
-            f"--parallel.reduction canonical: the model's forward changes the parameters {changed},"
-            " so they would depend on the number of ranks; make them buffers (register_buffer), or "
-            "use --parallel.reduction ddp."))
-    everywhere = world.gather_json(after.tolist())
-    differing = [n for n, *sums in zip(names, *everywhere, strict=True) if len(set(sums)) > 1]
-    if differing:
-        raise from_rank(0, ConfigError(
-            f"--task: the model's forward changes the parameters {listed(differing)} differently "
-            "on each rank, because it depends on the samples (as max_norm of an Embedding does, "
-            "and an initialisation by the first batch); do not change parameters in the forward, "
-            "make them buffers, or train with one rank."))
-    return True
-
-
-def _find_changed_buffers(
-    trainable: Trainable, world: World, log: Log
-) -> tuple[frozenset[Tensor], list[Tensor]]:
-    """Collective. Find the buffers that the forward has just changed on some rank: all of them, and
-    those that neither a synchronised batch norm nor the reduction keeps equal on all ranks."""
-    model, buffers = trainable.compute.model, trainable.boundary.buffers
-    pairs = buffers.pairs()
-    here = [bool(torch.any(live != kept)) for live, kept in pairs]
-    on_any = world.all_sum(torch.tensor(here, dtype=torch.float32)).tolist()
-    changed = frozenset(b for (b, _), moved in zip(pairs, on_any, strict=True) if moved)
-    buffers.watch(changed)
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    mine = {id(b) for (b, _), moved in zip(pairs, here, strict=True) if moved}
-    if lost := [n for n, b in model.named_buffers() if id(b) in mine - saved]:
-        log.warn_once(f"the model's forward changes {listed(lost)}, registered with "
-                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
-                      "restart gives other bits")
-    if world.size == 1:
-        return changed, []
-    shared = {id(b) for m in model.modules() if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
-              for b in m.buffers(recurse=False)}
-    if isinstance(trainable.reduction, RankInvariantReduction):
-        shared |= {id(b) for b in trainable.reduction.shared}
-    return changed, [b for b, _ in pairs if b in changed and id(b) not in shared]
