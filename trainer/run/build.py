@@ -57,12 +57,8 @@ from trainer.telemetry.status import Phase
 def build(
     config: Config[Any], world: World, log: Log, stop: StopSignals, marks: ProgressMarks
 ) -> BuiltRun:
-    """Collective. Build the run, in the same way on every rank.
-
-    Raises:
-        ConfigError: the configuration doesn't fit the data, the model, the ranks or the run that
-            is resumed, on any rank: all raise, before anything is changed.
-    """
+    """Collective. Build the run. If the configuration doesn't fit the data, the model, the ranks or
+    the run that is resumed on any rank, all raise ConfigError, before anything is changed."""
     log.status.enter(Phase.BUILD)
     # Absolute paths: a task may call chdir.
     path, resume_from, init = (Path(p or "").absolute() for p in (
@@ -111,10 +107,9 @@ def _find_resumption(context: Context, setup: Setup, folder: RunFolder) -> Resum
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
     if found is None:
-        initial_weights = _initialize(context, setup)
         return Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
                           circumstances=_circumstances(context, setup),
-                          initial_weights=initial_weights)
+                          initial_weights=_initialize(context, setup))
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and "threads" in then and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
@@ -144,8 +139,7 @@ def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | Non
 
 
 def _initialize(context: Context, setup: Setup) -> list[str]:
-    """Collective. Load the weights of --init, and check weights and samples of a new run. Returns a
-    report on the loaded weights."""
+    """Collective. Load the weights of --init, reported on by the result; check a new run."""
     config, world, report = context.config, context.world, list[str]()
     if config.init is not None:
         report = world.fail_together(partial(
@@ -188,8 +182,8 @@ def _make_trainable(
     context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
 ) -> Trainable:
     """Collective. Wrap the model, and make its state, which is not restored yet."""
-    config, world, log, marks = context.config, context.world, context.log, context.marks
-    boundary = StepBoundary(setup.model, log.status)
+    config, world, marks = context.config, context.world, context.marks
+    boundary = StepBoundary(setup.model, context.status)
     wrapped, objective = _wrap(config, setup, world, boundary)
     reduction: Reduction = iter
     if config.parallel.reduction == "canonical":
@@ -209,7 +203,7 @@ def _make_trainable(
                "circumstances": resumption.circumstances,
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
-        store=folder.store, state=state, world=world, log=log, marks=marks,
+        store=folder.store, state=state, world=world, log=context.log, marks=marks,
         record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
         config=config.checkpoint)
     compute = ForwardBackward(objective, wrapped, state, marks,
@@ -224,9 +218,8 @@ def _wrap(
 ) -> tuple[nn.Module, ddp.Objective]:
     """Collective. Join model and loss, under DDP if it reduces the gradients."""
     if setup.choice.compile:
-        # Compile for each size separately: after a second size, torch would generate code for
-        # any size. That code rounds differently, and a restart has seen only one size. Compile in
-        # place: the names in the state dict stay plain.
+        # Compile for each size separately: after a second size, torch would generate code for any
+        # size, which rounds differently, and a restart has seen only one. The names stay plain.
         setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
     group = world.group if config.parallel.reduction == "ddp" else None
     options = {}
@@ -255,10 +248,8 @@ def _arm(
 
     def corrupt() -> None:
         checkpoint.abandon()  # the newest one may still be in flight
-        saved = folder.store.checkpoints()
-        if not saved:
-            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet; "
-                                                "give a step after the first save")
+        if not (saved := folder.store.checkpoints()):
+            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet")
         newest = saved[-1].path / layout.MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
@@ -280,7 +271,7 @@ def _arm(
 def _make_evaluator(
     context: Context, setup: Setup, trainable: Trainable, split: str
 ) -> Evaluator | None:
-    """The evaluator of a split, with the average of the weights if there is one."""
+    """The evaluator of a split, of the averaged weights if there are some."""
     if setup.data[split] is None:
         return None
     state, stop = trainable.state, context.stop
@@ -314,7 +305,7 @@ def _open_recorders(
         summary = summary_lines(config, card, context.world, context.path)
         warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
                                     total=setup.intervals.total)
-        log_startup(context.log, summary, warnings, found, resumption.decision, context.path)
+        log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
     if context.world.is_main and hasattr(task, "picture"):

@@ -1,4 +1,4 @@
-"""What a run is given, the folder that holds it, and where it continues."""
+"""What a run is given, the folder that holds it, and where it continues (see `build`)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ class Context:
     path: Path
     """The run folder."""
     resume_from: Path
-    """PATH of --resume, if it is one."""
     init: Path
-    """PATH of --init, if it is given."""
 
     @property
     def status(self) -> Status:
-        """Current phase and step of this rank."""
         return self.log.status
 
 
@@ -52,7 +49,6 @@ class RunFolder:
     lock: RunLock
     store: Store
     faults: Sequence[Fault]
-    """Faults to be injected."""
     metrics: Metrics = field(default_factory=Metrics)
     given_hints: set[str] = field(default_factory=set)
     """Names of the hints given so far; `Hints` adds to it."""

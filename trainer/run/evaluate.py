@@ -6,8 +6,8 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,11 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.prepare import loader_workers
-from trainer.task import check_outcome, task_figures
+from trainer.task import Outcome, check_outcome, task_figures
 from trainer.telemetry.status import Phase
 
 REMEDY = ("correct it, or exclude it in dataset(): --data.on-error skip is for training samples "
           "only, since scores over other samples are not comparable")
-"""Advice for a bad sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,32 @@ class Scores:
     samples: int
     table: Tensor | None = None
     """Sum of the tables, float64; None if the task returns none."""
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    """Sums over the batches of a rank."""
+
+    count: int
+    """Number of batches of all ranks."""
+    names: list[list[str]] = field(default_factory=list)
+    """Names of the metrics: one list, unless batches have different ones."""
+    rows: dict[int, list[float]] = field(default_factory=dict)
+    """Batch → sum and count of the loss and each metric, and the number of samples."""
+    table: Tensor | None = None
+
+    def add(self, micro: MicroBatch, outcome: Outcome, *, counts: bool) -> None:
+        total, metrics = check_outcome(outcome)
+        if [*metrics] not in self.names:
+            self.names.append([*metrics])
+        pairs = [(total, outcome.count), *metrics.values()]
+        row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
+        if counts:
+            self.rows[micro.spec.number] = [*row, float(micro.samples)]
+        if outcome.table is not None:
+            table = outcome.table.cpu().double()  # mps has no float64
+            self.table = torch.zeros_like(table) if self.table is None else self.table
+            self.table += table * counts
 
 
 @dataclass(kw_only=True)
@@ -73,7 +98,7 @@ class Evaluator:
         self._count = 0 if self._is_stream else -(-len(self.dataset) // self._batch_size)
         self._workers = loader_workers(self.config, self.dataset, self.world)
         self._collate = getattr(self.task, "collate", batches.collate)
-        self._figures = task_figures(self.task)
+        self.figures = task_figures(self.task)
         self._has_warned = False
 
     def __call__(self) -> Scores | None:
@@ -81,34 +106,32 @@ class Evaluator:
         Returns None, on all ranks, if some rank was asked to stop."""
         with eval_mode(self.model), self.weights():
             sums = self._sums()
-        everywhere = self.world.gather_json(None if sums is None else sums[0])
+        everywhere = self.world.gather_json(None if sums is None else sums.names)
         if sums is None or None in everywhere:
             return None
-        names, rows, table = sums
-        if any(other != names for other in everywhere):
-            raise ConfigError(f"the task's loss returns the metrics {names[1:]} on rank "
-                              f"{self.world.rank} and others on other ranks; return the same for "
-                              "each batch, (0, 0) for a batch with nothing to count.")
+        names = everywhere[0][0]
+        if other := next((n for found in everywhere for n in found if n != names), None):
+            raise ConfigError(f"the task's loss returned the metrics {names} for a batch of the "
+                              f"evaluation and {other} for another; return the same for each "
+                              "batch, (0, 0) for a batch with nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
         # table holds integers, whose sum is exact in any order.
+        rows = torch.zeros(sums.count, 2 * len(names) + 3, dtype=torch.float64)
+        for number, row in sums.rows.items():
+            rows[number] = torch.tensor(row, dtype=torch.float64)
         self.world.all_sum(rows)
-        if table is not None:
-            self.world.all_sum(table)
+        if sums.table is not None:
+            self.world.all_sum(sums.table)
         means = {n: s / c if c else float("nan")
-                 for n, (s, c) in zip(names, _pairs(rows), strict=False)}
-        means |= {name: _number(name, figure(means, table))
-                  for name, figure in self._figures.items()}
-        return Scores(loss=means.pop("loss"), metrics=means, table=table,
+                 for n, (s, c) in zip(["loss", *names], _pairs(rows), strict=True)}
+        means |= {n: float(figure(means, sums.table)) for n, figure in self.figures.items()}
+        return Scores(loss=means.pop("loss"), metrics=means, table=sums.table,
                       samples=round(float(rows[:, -1].sum())))
 
-    def _sums(self) -> tuple[list[str], Tensor, Tensor | None] | None:
-        """Evaluate this rank's batches. Returns names of the means; a row for each batch of all
-        ranks, with (sum, count) of each, and the number of samples; the sum of the tables. None if
-        this rank was asked to stop."""
+    def _sums(self) -> _Sums | None:
+        """Evaluate this rank's batches; None if it was asked to stop."""
         mine: Sequence[int] = block(self._count, self.world.rank, self.world.size)
-        rows: dict[int, list[float]] = {}
-        names: list[str] = []
-        table: Tensor | None = None
+        sums = _Sums(count=self._count)
         buffers, moved = Buffers(self.model), set[str]()
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
@@ -124,33 +147,18 @@ class Evaluator:
             # evaluates in another order.
             with buffers.preserved(moved), torch.no_grad(), self.autocast():
                 outcome = loss(self.model, to_device(micro.batch, self.world.device))
-            total, metrics = check_outcome(outcome)
-            if names and names != ["loss", *metrics]:
-                raise ConfigError(f"the task's loss returned the metrics {names[1:]} for a batch of"
-                                  f" the evaluation and {[*metrics]} for another; return the same "
-                                  "for each batch, (0, 0) for a batch with nothing to count.")
-            names = ["loss", *metrics]
-            pairs = [(total, outcome.count), *metrics.values()]
-            row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
-            rows[number] = [*row, float(micro.samples)]
-            if outcome.table is not None:
-                counts = outcome.table.cpu().double()  # mps has no float64
-                table = torch.zeros_like(counts) if table is None else table
-                table += counts * (self._is_stream or number in mine)
+            sums.add(micro, outcome, counts=self._is_stream or number in mine)
         if moved and not self._has_warned:
             self._has_warned = True
             self.warn_once(f"the model's forward changes its buffers {listed(sorted(moved))} in "
                            "eval mode too; they are restored after each batch, since an evaluation "
                            "must not change the model: guard the change with `if self.training`")
-        count = self._count
         if self._is_stream:  # each rank has read to the end, and has its empty last batch
-            if not rows:
+            if not sums.names:
                 raise ValueError("the stream to evaluate is empty")
-            count, mine = max(rows), [number for number in rows if number < max(rows)]
-        every = torch.zeros(count, 2 * len(names) + 1, dtype=torch.float64)
-        for number in mine:
-            every[number] = torch.tensor(rows[number], dtype=torch.float64)
-        return names, every, table
+            sums.count = max(sums.rows)
+            del sums.rows[sums.count]
+        return sums
 
     def every_batch(self) -> Iterator[MicroBatch]:
         """Yield all batches of the data set, in order."""
@@ -191,10 +199,3 @@ def _pairs(table: Tensor) -> list[tuple[float, float]]:
     sums as (sum, count)."""
     sums = [functools.reduce(operator.add, column, 0.0) for column in table.T.tolist()[:-1]]
     return list(zip(sums[::2], sums[1::2], strict=True))
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        raise ConfigError(f"--task: {name!r} of figures() returned {value!r}; return a number (NaN "
-                          "for an undefined value).")
-    return float(value)

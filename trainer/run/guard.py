@@ -45,7 +45,7 @@ class Guard:
 
     @property
     def current_step(self) -> int:
-        """The step in progress, or the last complete one. The warm-up counts as the next step."""
+        """The step in progress (the next one in the warm-up), or the last complete one."""
         status = self.context.status
         return self.state.progress.step + (status.in_step or status.phase is Phase.WARM_UP)
 
@@ -175,7 +175,7 @@ class Guard:
             self.metrics.close()
 
     def release(self) -> None:
-        """Give back what a process holds that continues after the run."""
+        """Give back what the run holds, in a process that continues."""
         self.loader.close()
         self.lock.close()
         self.checkpoint.store.close()

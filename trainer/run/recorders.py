@@ -51,11 +51,11 @@ def open_source(
     part of the state, and begins at its position in the checkpoint `found`."""
     config, world, data = context.config, context.world, setup.data["train"]
     if isinstance(data, IterableDataset):
-        batch = config.batch
+        spec = StreamSpec(
+            dataset=data, seed=config.seed, collate=setup.collate,
+            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size)
         stream = StreamReader(
-            StreamSpec(dataset=data, seed=config.seed, collate=setup.collate,
-                       lanes=batch.micro_batches, micro_size=batch.micro_size),
-            rank=world.rank, num_ranks=world.size, workers=setup.workers,
+            spec, rank=world.rank, num_ranks=world.size, workers=setup.workers,
             prefetch=config.data.prefetch, device=world.device,
             step=lambda: state.progress.step, gather=world.gather_json)
         state.set_part("stream", stream)
@@ -83,8 +83,7 @@ def open_metrics(
     context: Context, setup: Setup, folder: RunFolder, found: CheckpointRef | None, *,
     summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks; `summary` are
-    the lines of the startup summary."""
+    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks."""
     file, log, metrics = context.path / layout.METRICS, context.log, folder.metrics
     metrics.close()
     record, end = resume_record(found, file, context.world)
@@ -143,7 +142,7 @@ def _open_tensorboard(
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter, and its last applied gradient, by name, on the CPU."""
+    """Each parameter, and its last applied gradient, by name, on the CPU."""
     for name, parameter in model.named_parameters():
         yield f"parameters/{name}", parameter.detach().float().cpu().numpy()
         if parameter.grad is not None:

@@ -44,8 +44,7 @@ class Recorders:
     """Set on rank 0 if the task draws pictures."""
 
     def step(self, result: StepResult, *, waited_s: float, save_stall_s: float) -> None:
-        """Record a step, with the seconds that this rank has waited for data so far, and those for
-        which saves have blocked the training so far."""
+        """Record a step, with the total seconds of waiting for data and for saves so far."""
         times = self.metrics.step(result, waited_s=waited_s)
         self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=save_stall_s)
 
@@ -72,7 +71,6 @@ class BuiltRun:
 
     @property
     def state(self) -> TrainState:
-        """The state that checkpoints hold."""
         return self.trainable.state
 
 

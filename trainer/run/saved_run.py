@@ -26,7 +26,7 @@ from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
 
-TRIES = 5  # to read a checkpoint: the run may prune it meanwhile
+TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class CheckpointWeights:
     step: int
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
-    """Averages of the trained parameters, by the first name of each; empty without averaging."""
+    """Averages of the trained parameters, by the first name of each."""
     threads: int | None
-    """Threads of a rank in that attempt, if known: their number changes bits."""
+    """Threads of a rank in that attempt: their number changes bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class SavedRun:
             marks=ProgressMarks(), step=lambda: self.weights.step)
 
     def fresh_model(self) -> nn.Module:
-        """Construct another model, without the weights of the checkpoint."""
+        """Construct another model, with its initial weights."""
         return make_model(self.task, self.config, self.world.device)[0].eval()
 
     @contextlib.contextmanager
@@ -97,8 +97,7 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
 
 
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    store, tries = Store(run / layout.CHECKPOINTS), TRIES
-    product = run / layout.PRODUCT
+    store, product, tries = Store(run / layout.CHECKPOINTS), run / layout.PRODUCT, TRIES
     while True:
         seen = [info.path for info in store.checkpoints()]
         try:
@@ -122,12 +121,9 @@ def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> Checkpoin
         if newest is None:
             raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
         best = SavedState.read(newest.path).best.step if checkpoint == "best" else 0
-        step = best or newest.step
-    elif checkpoint.isdecimal():
-        step = int(checkpoint)
+        info = store.verify(best or newest.step)
     else:
-        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
-    info = store.verify(step)
+        info = store.verify(int(checkpoint))
     model, average = info.path / layout.MODEL, info.path / layout.EMA
     return CheckpointWeights(
         info.step, tensorfile.load_tensors(model),
@@ -136,7 +132,7 @@ def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> Checkpoin
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load weights into a model; `where` is their origin, for the error message."""
+    """Load weights into a model; `where` is their origin, for a message."""
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:

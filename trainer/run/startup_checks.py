@@ -25,9 +25,9 @@ def check_data(work: Setup, world: World) -> None:
             if what != everywhere[0][split]:
                 raise from_rank(0, ConfigError(
                     f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
-                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: the "
-                    "trainer shards the samples itself, so do not split them by RANK, take random "
-                    "choices from the seed, and sort the elements of a set or a folder listing."))
+                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: do not "
+                    "split them by RANK, take random choices from the seed, and sort the elements "
+                    "of a set or a folder listing."))
 
 
 def check_weights(work: Setup, world: World, log: Log) -> None:

@@ -45,7 +45,7 @@ def start(built: BuiltRun) -> Run:
         if not facts.moves_parameters:
             trainable.checkpoint.allow_overlap()
         names = [*(trainable.compute.objective.accumulator.names or ()),
-                 *(setup.figures if built.validation is not None else ())]
+                 *(built.validation.figures if built.validation is not None else ())]
         metrics = ["val_loss", *(f"val_{name}" for name in names)]
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
         state.schedule.check_metric(metrics)
