@@ -22,10 +22,8 @@ from trainer.step import Step, StepResult
 from trainer.telemetry.status import Phase
 
 SHOWN = 8  # causes in a message
-SQUARED = math.sqrt(torch.finfo(torch.float32).max)
-"""Largest value with a finite square."""
-MAX_MISMATCHES = 4
-"""Number of consecutive mismatches in the same steps that are no longer a transient fault."""
+SQUARED = math.sqrt(torch.finfo(torch.float32).max)  # the largest value with a finite square
+MAX_MISMATCHES = 4  # consecutive ones, in the same steps, are no longer a transient fault
 
 
 def report_skipped_step(run: Run, result: StepResult) -> None:
@@ -170,16 +168,14 @@ def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> 
         what = f"rolled back to step {progress.step}"
     else:  # their updates were skipped, so the weights are those from before
         progress.exclude(row)
-        what = ("there is no checkpoint to roll back to, so the run continues with the weights "
-                "from before them")
+        what = "there is no checkpoint to roll back to, so the run continues as it is"
     run.context.log.warn_once(f"step {at}: batches {', '.join(map(str, row))} are excluded from "
                               f"now on; {what}")
 
 
 def replicas_match(run: Run) -> bool:
     """Collective. Compare weights and optimizer state of all ranks; if they differ, roll back to
-    the last checkpoint at which they were equal, and return False. Raises RanksDiffer if there is
-    none, or if they differ too often."""
+    the last checkpoint at which they were equal, and return False; RanksDiffer if there is none."""
     check, step, log = run.replica_check, run.state.progress.step, run.context.log
     if run.context.world.size == 1 or check.step == step or not run.setup.intervals.verify:
         return True
@@ -200,13 +196,11 @@ def replicas_match(run: Run) -> bool:
                   f"last equal at step {check.step}")
     if check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive "
-            "time, although the steps were recomputed each time: look for what differs between "
-            "ranks (memory, a device, a model or an optimizer with an unseeded random generator)")
+            f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive time: look "
+            "for what differs between ranks (memory, a device, an unseeded random generator)")
     if not _roll_back(run, newest=check.step):
-        raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step {check.step} or "
-            "before to roll back to; the next start computes the run from the beginning")
+        raise RanksDiffer(f"step {step}: {who}, and there is no checkpoint of step {check.step} or "
+                          "before; the next start computes the run from the beginning")
     return False
 
 

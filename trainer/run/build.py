@@ -260,7 +260,7 @@ def _arm(
 
     injector = fault_injection.FaultInjector(
         folder.faults, rank=context.world.rank, attempt=folder.identity.attempt,
-        marks=context.path / layout.FAULTS, log=context.log,
+        fired=context.path / layout.FAULTS, log=context.log,
         actions={"nan": objective.inject_nan, "flip": flip, "corrupt": corrupt,
                  "enospc": no_space})
     if injector:

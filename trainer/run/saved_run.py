@@ -165,11 +165,8 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append(ModelCall(args, kwargs, output))
 
-    handle = model.register_forward_hook(note, with_kwargs=True, always_call=False)
-    try:
+    with model.register_forward_hook(note, with_kwargs=True):
         loss(model, batch)
-    finally:
-        handle.remove()
     if not calls:
         raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
                           "output is unknown; give the task a method predict(model, batch).")

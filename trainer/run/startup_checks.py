@@ -31,17 +31,11 @@ def check_data(work: Setup, world: World) -> None:
 
 
 def check_weights(work: Setup, world: World, log: Log) -> None:
-    """Collective. Warn of unused methods of the task, of trainable parameters outside of all
-    groups, and of initial weights that differ between ranks (which then use those of rank 0)."""
+    """Collective. Warn of unused methods of the task, and of initial weights that differ between
+    ranks (which then use those of rank 0)."""
     model = work.model
     if unused := uncalled_methods(work.task):
         log.warn_once(unused)
-    taken = {p for group in work.optimizer.param_groups for p in group["params"]}
-    omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
-    if omitted:
-        log.warn_once(f"parameter_groups() omits trainable parameters, which stay unchanged: "
-                     f"{listed(omitted)}; freeze parameters "
-                     "that must not be trained (requires_grad_(False))")
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]

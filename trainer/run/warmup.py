@@ -71,8 +71,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     restore buffers and gradients afterwards.
 
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
-    more ranks; compilers and allocators reach their final state too. Without the warm-up, the
-    first step of a resumed attempt would differ from the same step of an uninterrupted one.
+    more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
     world, log, trainable = built.context.world, built.context.log, built.trainable
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
@@ -252,8 +251,7 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
 
 
 def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
-    """Tensors that must be equal on all ranks: parameters, their average, optimizer state, and
-    the buffers that the forward changes."""
+    """Tensors that must be equal on all ranks."""
     parameters, tensors = dict(state.model.named_parameters()), state.tensors()
     buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}

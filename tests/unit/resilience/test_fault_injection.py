@@ -22,7 +22,7 @@ def arm(
     folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0, **actions: Any
 ) -> FaultInjector:
     return FaultInjector([parse(text) for text in texts], rank=rank, attempt=attempt,
-                         marks=folder and folder / "faults", actions=actions)
+                         fired=folder and folder / "faults", actions=actions)
 
 
 def fires(armed: FaultInjector, step: int = 1, phase: str = "forward", epoch: int = 0) -> bool:
@@ -145,7 +145,7 @@ def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
 def test_a_fault_leaves_a_mark_and_an_event(tmp_path):
     log = Log(level="error")
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")
-    armed = FaultInjector([parse("raise:phase=step-end")], attempt=2, log=log, marks=tmp_path / "f")
+    armed = FaultInjector([parse("raise:phase=step-end")], attempt=2, log=log, fired=tmp_path / "f")
 
     with pytest.raises(InjectedFault, match="--inject raise:phase=step-end: raised at step 5"):
         armed("step-end", 5)
