@@ -296,7 +296,7 @@ def _open_recorders(
     context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
 ) -> Recorders:
     """Describe the run in its folder and on the console, and open what records it."""
-    config, task, found, summary = context.config, setup.task, resumption.found, list[str]()
+    config, found, summary = context.config, resumption.found, list[str]()
     if context.world.writes_run_dir:
         card = setup.card
         if config.init is not None and found is None:
@@ -308,8 +308,8 @@ def _open_recorders(
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
-    if context.world.is_main and hasattr(task, "picture"):
-        pictures = Pictures(draw=task.picture, folder=context.path / layout.PICTURES,
+    if context.world.is_main and hasattr(setup.task, "picture"):
+        pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
                             model=setup.model, show=folder.metrics.picture, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
                      timing=open_timing(context, setup, folder.identity.attempt))

@@ -109,10 +109,10 @@ class Evaluator:
         everywhere = self.world.gather_json(None if sums is None else sums.names)
         if sums is None or None in everywhere:
             return None
-        names = everywhere[0][0]
-        if other := next((n for found in everywhere for n in found if n != names), None):
+        names, *others = [n for found in everywhere for n in found]
+        if others := [other for other in others if other != names]:
             raise ConfigError(f"the task's loss returned the metrics {names} for a batch of the "
-                              f"evaluation and {other} for another; return the same for each "
+                              f"evaluation and {others[0]} for another; return the same for each "
                               "batch, (0, 0) for a batch with nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
         # table holds integers, whose sum is exact in any order.

@@ -75,11 +75,12 @@ def test_metrics_that_differ_from_batch_to_batch_are_refused():
         evaluator(loss=by_content)()
 
 
-def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each(monkeypatch):
-    monkeypatch.setattr(World, "gather_json", lambda self, own: [[["low"]], [["high"]]])
+@pytest.mark.parametrize("other", [["high"], []])
+def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each(monkeypatch, other):
+    monkeypatch.setattr(World, "gather_json", lambda self, own: [[["low"]], [other]])
 
     for rank in range(2):
-        with pytest.raises(ConfigError, match=r"\['low'\] for a batch .* \['high'\] for another"):
+        with pytest.raises(ConfigError, match=r"\['low'\] for a batch .* \[.*\] for another"):
             evaluator(loss=by_content, rank=rank, size=2)()
 
 
