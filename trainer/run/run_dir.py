@@ -41,8 +41,7 @@ class RunIdentity:
 
 
 def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdentity:
-    """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
-    """
+    """Collective. Determine the run's id, new for an empty folder, and the attempt's number."""
 
     def read() -> dict[str, Any] | None:
         old = _read_identity(path) if world.local_rank == 0 else None
