@@ -57,8 +57,8 @@ def finish(run: Run) -> dict[str, Any]:
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
     if progress.bad and not progress.updates:
-        raise NonFinite(f"none of the {progress.step} steps had a usable loss and gradient. "
-                        "Correct the cause, and start again with another --run-dir")
+        raise NonFinite(f"none of the {progress.step} steps gave an update: loss or gradient were "
+                        "unusable. Correct the cause, and start again with another --run-dir")
     weights, scores = _load_best(run), None
     if run.test is not None:
         with world.long_timeout():

@@ -75,9 +75,11 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
         if identity := read_json(path / layout.IDENTITY):
             return identity
         runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
+        if not runs:
+            return None
         attempts = [event["attempt"] for event in read_events(path / layout.EVENTS)
                     if event.get("event") == "start"]
-        return {"run": runs[-1], "attempt": max(attempts, default=0)} if runs else None
+        return {"run": runs[-1], "attempt": max(attempts, default=0)}
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
             raise
