@@ -57,7 +57,6 @@ class Savers:
     def all(self) -> dict[str, Callable[[], Times]]:
         return {
             COPY: self._copy, OURS: self._save,
-            "this trainer, no overlap": lambda: self._save(overlap=False),
             "torch.save": self._torch_save, FSYNC: lambda: self._torch_save(fsync=True),
             "dcp.save": lambda: self._dcp(dcp.save),
             "dcp.async_save": lambda: self._dcp(dcp.async_save),
@@ -75,19 +74,13 @@ class Savers:
         torch._foreach_copy_(self._touched, self._subject.live)
         return time.perf_counter() - began, None
 
-    def _save(self, *, overlap: bool = True) -> Times:
-        if overlap:
-            self.alone.append(self._forward_backward())
-        self._ours.overlap = overlap
+    def _save(self) -> Times:
+        self.alone.append(self._forward_backward())
         self._subject.state.progress.step += 1
         began = time.perf_counter()
         self._ours.save("periodic")
         held = time.perf_counter() - began
-        if overlap:
-            self.during.append(self._forward_backward())
-            joined = time.perf_counter()
-            self._ours.finish_copy()
-            held += time.perf_counter() - joined
+        self.during.append(self._forward_backward())
         self._ours.finish_pending(must=True)
         return held, time.perf_counter() - began
 
@@ -161,7 +154,6 @@ def measure_overhead(
     torch.set_num_threads(threads)
     subject = make_subject(megabytes)
     ours = make_checkpointer(subject, folder / "overhead")
-    ours.overlap = True
 
     def save() -> None:
         subject.state.progress.step += 1
@@ -178,7 +170,6 @@ def measure_overhead(
         for _ in range(count):
             subject.optimizer.zero_grad(set_to_none=True)
             subject.model(inputs).square().mean().backward()
-            ours.finish_copy()
             subject.optimizer.step()
         return time.perf_counter() - began
 

@@ -9,17 +9,15 @@ unblocks them once it has installed handlers. The rank gets torchrun's environme
 - `TRAINER_LAUNCHER_FD`: this rank's socket to the launcher. End of file means that the launcher
   has died: the rank then has 4 seconds to save and exit. The rank writes lines of a keyword and a
   JSON value: `run "PATH"`, the run folder; `failure {…}`, the event of its failure; `returned`,
-  before an exit code of the trainer itself. The launcher writes keywords: `lost`, a node is gone
-  (the rank exits as after a peer's death); `stale`, a newer attempt has begun without this node
-  (the same, without saving); `absent`, a rank has failed (a rank that still waits for its peers
-  to join exits).
+  before an exit code of the trainer itself. The launcher writes the keywords `lost`, `stale` and
+  `absent`, which `trainer.resilience.launcher_channel.Orders` describes.
 - `TRAINER_GRACE_S`: seconds that the survivors of a rank failure have to save and exit.
 - `TRAINER_LAUNCH_PHASES`: after a restart, a JSON object with the start times of the launcher's
   phases, in seconds since the epoch: `stop` (an exit, or a change of the set of nodes, was
   noticed), `rendezvous` (all ranks had exited) and `fork`.
 
 The entry module may define `preload(argv) -> int`, which imports what a run with these arguments
-needs. If there is nothing to start, it returns the exit code, or raises SystemExit (0 after
-`--help`). It must not start threads, touch a CUDA device or compute with tensors: neither a CUDA
-context nor a thread pool survives a fork.
+needs. If there is nothing to start, it returns the exit code, or raises SystemExit. It must not
+start threads, touch a CUDA device or compute with tensors: neither a CUDA context nor a thread
+pool survives a fork.
 """

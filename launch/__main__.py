@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from launch.options import Options, parse_options
 from launch.output import Output
 from launch.signals import LauncherStop
-from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
 from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
 from trainer.telemetry.std_streams import fill_descriptors
@@ -44,16 +44,14 @@ def _launch(options: Options, stop: LauncherStop) -> int:
     if options.rdzv_endpoint is not None:
         # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop.exit_immediately(True)  # a fork server that is still importing dies with this process
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
-    from launch.workers import Workers, fork_server_process
+    from launch.workers import Workers, start_server
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
-    ranks = Workers(fork_server_process(entry, argv), entry, argv, stop, output)
-    stop.on_second_interrupt(ranks.kill_and_exit)
+    ranks = Workers(start_server(entry, argv, by_fork=True), entry, argv, stop, output)
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
@@ -61,11 +59,9 @@ def _launch(options: Options, stop: LauncherStop) -> int:
         from launch.nodes.rendezvous import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
-        stop.exit_immediately(False)
-        if (code := ranks.wait_ready(until_stop=True)) is not None:
+        if (code := ranks.wait_ready()) is not None:
             return code
-        if stop.signal is not None:
-            return EXIT_STOPPED
+        stop.defer(ranks.kill_and_exit)
         agent: HotAgent
         if options.rdzv_endpoint is None:
             agent = HotAgent(LoopbackRendezvous(), ranks, options, stop, output)

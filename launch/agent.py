@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from launch.exit_policy import Exit, ExitDecision, decide, first_failure
 from launch.options import Options
 from launch.output import Output
-from launch.progress import RunFollower, append_event
+from launch.progress import RunProgress, append_event, read_attempt, read_progress
 from launch.signals import LauncherStop
 from launch.workers import Workers
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
@@ -25,16 +25,12 @@ ROLE = "trainer"
 POLL_S = 0.5  # interval of checks of deadlines; exits and signals are noticed immediately
 TERM_S = 5.0  # between SIGTERM and SIGKILL for a rank that does not exit by itself
 REMIND_S = 10.0  # interval of the message that the launcher still waits for ranks
-STOPPED_CHECKS, CHECK_S = 120, 1.0
-"""A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
-killed. A running peer would do that earlier."""
 
 
 class HotAgent(api.SimpleElasticAgent):
     """Runs the ranks of this node until they finish, fail too often, or are requested to stop. The
-    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. Its counter
-    of remaining restarts (`_remaining_restarts`, private) is reset when a later step has been
-    saved, so it limits consecutive failures without progress."""
+    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. It decides by
+    its private `_remaining_restarts`, which is reset when a later step has been saved."""
 
     def __init__(
         self, handler: RendezvousHandler, ranks: Workers, options: Options, stop: LauncherStop,
@@ -42,15 +38,14 @@ class HotAgent(api.SimpleElasticAgent):
     ) -> None:
         super().__init__(api.WorkerSpec(
             role=ROLE, local_world_size=options.nproc_per_node, rdzv_handler=handler,
-            entrypoint="python -m trainer",  # only a label in torch's events
-            max_restarts=options.max_restarts,
-            monitor_interval=1e-6,  # `_monitor_workers` itself waits for events
-        ))
+            max_restarts=options.max_restarts, entrypoint="python -m trainer",  # only a label
+            monitor_interval=1e-6))  # `_monitor_workers` itself waits for events
         self.decision = ExitDecision(code=EXIT_FAILURE, restart=False)
         self._ranks, self._stop, self._output = ranks, stop, output
         self._max_restarts, self._grace_s = options.max_restarts, options.grace_s
-        self._progress = RunFollower()
-        self._attempt = 0
+        self._progress = RunProgress()
+        self._attempt = 0  # counted from 0 in this launch
+        self._run_attempt: int | None = None  # the last one that the run has counted
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # the failure that the next start follows
         self._cause_text = ""  # description of `_failed`
@@ -58,16 +53,14 @@ class HotAgent(api.SimpleElasticAgent):
         self._stop_at_s: float | None = None
         self._stop_forwarded = False
         self._num_reminders = 0
-        self._escalation: list[tuple[float, signal.Signals]] = []  # signals still to be sent
-        self._is_escalating = False
-        self._checked_s = 0.0
+        self._escalation: list[tuple[float, signal.Signals]] | None = None
+        """Signals still to be sent, with their times, to ranks that do not exit; None: no limit."""
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
-        self._exits, self._escalation = [], []
-        self._stop_forwarded = self._is_escalating = False
+        self._exits, self._escalation, self._stop_forwarded = [], None, False
         if self._phases:
             self._phases["fork"] = time.time()
-        pids = self._ranks.start(self._environments(worker_group))
+        self._ranks.start(self._environments(worker_group))
         self._phases = {}
         self._attempt += 1
         if self._failed is not None:
@@ -77,12 +70,11 @@ class HotAgent(api.SimpleElasticAgent):
                 f"{self._cause_text}; restart {used} of {self._max_restarts}{steps_lost}, "
                 f"ranks restarted after {time.monotonic() - self._failed.at_s:.2f} s")
             self._failed = None
-        return pids
+        return {}  # pids, which torch only records
 
     def _environments(self, group: api.WorkerGroup) -> dict[int, dict[str, str]]:
         """The environment variables that torchrun would set, by local rank."""
         handler = group.spec.rdzv_handler
-        assert group.master_addr is not None
         shared = {
             "MASTER_ADDR": group.master_addr, "MASTER_PORT": group.master_port,
             "GROUP_RANK": group.group_rank, "GROUP_WORLD_SIZE": group.group_world_size,
@@ -95,24 +87,18 @@ class HotAgent(api.SimpleElasticAgent):
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        environments = {}
-        for worker in group.workers:
-            own = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
-                   "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
-                   "ROLE_WORLD_SIZE": worker.role_world_size}
-            environments[worker.local_rank] = {k: str(v) for k, v in {**shared, **own}.items()}
-        return environments
+        own = {worker.local_rank: {
+            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size} for worker in group.workers}
+        return {local_rank: {name: str(value) for name, value in {**shared, **more}.items()}
+                for local_rank, more in own.items()}
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
         self._escalate()
-        if time.monotonic() - self._checked_s >= CHECK_S:
-            self._checked_s = time.monotonic()
-            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
-                self._output.print_line(f"rank {rank} has been stopped for {STOPPED_CHECKS} s "
-                                        "without being continued: killed")
         if self._ranks.living:
             return api.RunResult(api.WorkerState.HEALTHY)
         self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
@@ -144,11 +130,10 @@ class HotAgent(api.SimpleElasticAgent):
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
         After an exit that is not a failure there is no limit, because a save may take long."""
-        if not self._is_escalating and not self._ranks.server_lives:
-            # The group is complete and saves on request, but without a fork server its exit codes
-            # are unknown and it cannot be restarted: a new server is needed.
+        if self._escalation is None and not self._ranks.server_lives:
+            # The complete group saves on request. Its exit codes are unknown without a fork server.
             self._begin_escalation(0.0, self._grace_s)
-        elif not self._is_escalating and any(end.failed for end in self._exits):
+        elif self._escalation is None and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
@@ -156,8 +141,7 @@ class HotAgent(api.SimpleElasticAgent):
         self._send_due()
 
     def _begin_escalation(self, term_s: float, kill_s: float) -> None:
-        """Send SIGTERM and SIGKILL to the living ranks after so many seconds."""
-        self._is_escalating, now_s = True, time.monotonic()
+        now_s = time.monotonic()
         self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 
     def _send_due(self) -> None:
@@ -170,11 +154,13 @@ class HotAgent(api.SimpleElasticAgent):
         """Set the superclass's restart counter, by which it decides whether to restart."""
         cause = self.decision.cause
         assert cause is not None
-        self._progress.update(self._ranks.run_folder)
-        if self._progress.has_advanced():
-            self._remaining_restarts = self._max_restarts
+        saved_before = self._progress.saved_step
+        if self._ranks.run_folder is not None:
+            self._progress = read_progress(self._ranks.run_folder)
+        if self._progress.saved_step > saved_before:
+            self._remaining_restarts = max(self._remaining_restarts, self._max_restarts)
         self._cause_text = self._find_cause(cause)
-        if self.decision.restart and (self._remaining_restarts or self._grant_extra_restart()):
+        if self.decision.restart and self._remaining_restarts:
             self._failed = cause
             self._record_phases()
         elif self.decision.restart:
@@ -196,9 +182,7 @@ class HotAgent(api.SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
-        attempt = self._progress.new_attempt(folder, launch_id)
-        event = first_failure(cause, self._ranks.failures, attempt=attempt,
+        event = first_failure(cause, self._ranks.failures, attempt=self._ended_attempt(),
                               reached_step=self._progress.reached_step)
         if event is None:
             return str(cause)
@@ -207,15 +191,24 @@ class HotAgent(api.SimpleElasticAgent):
                 append_event(folder, event)
         return f"failed first: {failure_sentence(event)}"
 
-    def _grant_extra_restart(self) -> bool:
-        """Whether to restart although no restart is left; a subclass may have a reason."""
-        return False
+    def _ended_attempt(self) -> int | None:
+        """The number of the attempt; None if the ranks died before the run counted it."""
+        attempt = None
+        if self._ranks.run_folder is not None:
+            launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
+            attempt = read_attempt(self._ranks.run_folder, launch_id)
+        if attempt is None or attempt == self._run_attempt:
+            return None
+        self._run_attempt = attempt
+        return attempt
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
-        self._shutdown()
+        assert not self._ranks.living  # `_monitor_workers` and `_restart_workers` wait for them
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
-        """Request living ranks to save and exit; kill the rest after the grace time."""
+        """Request living ranks to save and exit; kill the rest after the grace time. There are some
+        only after an error of the launcher: torch passes a signal for handlers of its own, which
+        are not installed here, and its time limit is replaced by `--grace-s`."""
         self._begin_escalation(0.0, self._grace_s)
         deadline_s = time.monotonic() + self._grace_s + TERM_S
         while self._ranks.living and time.monotonic() < deadline_s:

@@ -1,6 +1,6 @@
 """`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times (a
-Poisson process). A process is a target if an event of the run's newest attempt names its pid, and
-it has the run's `events.jsonl` open for appending, which no process outside the run does."""
+Poisson process). A target is named by an event of the run's newest attempt, and has the run's
+`events.jsonl` open for appending, which no process outside the run does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.options import Parser, number
-from launch.progress import RunFollower
+from launch.progress import read_progress
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
 from trainer.resilience.launcher_channel import TORCH_AGENTS
@@ -26,7 +26,6 @@ from trainer.telemetry.events import read_events
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
          "node": signal.SIGKILL}
 POLL_S, CHECK_S = 0.05, 1.0  # interval of checks while a due fault has no target, and otherwise
-SETTLE_S = 5.0  # for a signal to take effect, so that the next fault hits another process
 
 DESCRIPTION = """\
 Kill or stop ranks of a run on this host, at random times, until the run ends or Ctrl-C. Each fault
@@ -124,19 +123,18 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     """Ranks that may be targets now. Only one is stopped at a time: the others must notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
-    stopped = {rank for rank, pid in ranks.items() if processes.is_stopped(pid)}
-    if kind == "stop" and stopped:
-        return {}
-    return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
+    running = {rank: pid for rank, pid in ranks.items() if not processes.is_stopped(pid)}
+    return {} if kind == "stop" and running != ranks else running
 
 
 def _inject(
     kind: str, ranks: dict[int, int], run: Path, draw: random.Random, began_s: float
 ) -> None:
-    number = KINDS[kind]
+    number, who = KINDS[kind], ""
     if kind == "node":
         # The launcher first: as in a power failure, no process is left that could save.
         launcher = launcher_of(next(iter(ranks.values())))
+        who = f" and the launcher ({f'pid {launcher[0]}' if launcher else 'none'})"
         for pid in launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -149,17 +147,9 @@ def _inject(
             if _writes(pid, run / EVENTS):  # checked with the pidfd open: not a reused pid
                 signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
-    deadline_s = time.monotonic() + SETTLE_S
-    while number != signal.SIGTERM and time.monotonic() < deadline_s and any(
-            processes.is_alive(pid) and not (kind == "stop" and processes.is_stopped(pid))
-            for pid in ranks.values()):
-        time.sleep(POLL_S / 10)  # after SIGTERM, the rank saves first
-    progress = RunFollower()
-    progress.update(str(run))
-    who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
-    if kind == "node":
-        who += f" and the launcher ({f'pid {launcher[0]}' if launcher else 'none'})"
-    _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
+    step = read_progress(run).reached_step
+    who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items()) + who
+    _print_line(began_s, f"{kind}: {number.name} to {who} at step {step}")
 
 
 def _print_line(began_s: float, text: str) -> None:

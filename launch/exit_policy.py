@@ -39,19 +39,24 @@ class Exit:
     def stopped(self) -> bool:
         return self.code == EXIT_STOPPED and not self.early
 
+    def describe(self) -> str:
+        """How the rank ended."""
+        assert self.code is not None
+        if self.code >= 0:
+            early = " before it had finished" if self.early else ""
+            return f"exited with code {self.code}{early}"
+        number = -self.code  # real-time signals have no names
+        return "was killed by " + next((s.name for s in signal.Signals if s == number),
+                                       f"signal {number}")
+
     def __str__(self) -> str:
         if self.code is None:
             return "the fork server has died"
-        if self.code >= 0:
-            early = " before it had finished" if self.early else ""
-            return f"rank {self.rank} exited with code {self.code}{early}"
-        return f"rank {self.rank} was killed by {signal_name(-self.code)}"
+        return f"rank {self.rank} {self.describe()}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDecision:
-    """What follows from the exits of one attempt."""
-
     code: int  # the launcher's exit code if it does not restart the ranks
     restart: bool  # whether a restart may help
     cause: Exit | None = None  # what ended the attempt; None if all ranks have finished
@@ -59,8 +64,8 @@ class ExitDecision:
 
 def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDecision:
     """Decide from the exits of all ranks of one attempt, in order, and the time of a stop request.
-    The cause is the first exit that is not secondary: when a rank dies, its peers' connections
-    break, and they save and exit with code 1, which counts only if there is no other."""
+    The cause is the first exit that is not secondary: the peers of a rank that dies save and exit
+    with code 1, which counts only if there is no other."""
     failures = [end for end in exits if not end.complete]
     if not failures:
         return ExitDecision(code=EXIT_COMPLETE, restart=False)
@@ -82,8 +87,7 @@ def first_failure(
     cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached_step: int
 ) -> dict[str, Any] | None:
     """The event of an attempt's first failure: one of the `failures` that ranks have reported, or
-    a new one for a rank that died without a report. None if neither exists, or if the ranks died
-    before the run counted the attempt (`attempt` is None)."""
+    a new one for a rank that died without a report, unless the run has not counted the attempt."""
     reported = sorted(failures, key=lambda event: event["time"])
     primary = [event for event in reported if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
@@ -93,19 +97,9 @@ def first_failure(
         return dict(primary[0])
     if cause.code is None or not unreported or attempt is None:
         return None
-    how = f"exited with code {cause.code}" if cause.code >= 0 else (
-        f"was killed by {signal_name(-cause.code)}")
     secondary = reported[0] if reported else {}  # its peers know the step and the phase
     return {"time": round(died_s, 6), "attempt": attempt, "nonce": secondary.get("nonce", ""),
             "node": socket.gethostname(), "rank": cause.rank,
             "step": secondary.get("step", reached_step), "phase": secondary.get("phase", "train"),
-            "event": "death", "why": how,
+            "event": "death", "why": cause.describe(),
             "failed_step": secondary.get("failed_step", reached_step + 1)}
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals, which have no names, by number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,5 +1,5 @@
 """The fork server: imports torch and the trainer once, then forks ranks on request. The launcher
-forks it; `python -m launch.fork_server` replaces one that was killed. JSON packets over a socket:
+forks it; `python -m launch.fork_server` replaces a killed one. JSON packets over a socket:
 
 - to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
   LOCAL_RANK, "pid": PID}` with the rank's pidfd, its channel and the read ends of its output, if
@@ -38,7 +38,7 @@ MAX_FDS = 4
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send a message, with file descriptors. Raises OSError if the peer has died."""
+    """Send a message with file descriptors. Raises OSError if the peer has died."""
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
@@ -84,9 +84,10 @@ class _Server:
     def run(self) -> NoReturn:
         processes.die_with_parent(signal.SIGKILL)  # there are no ranks to wait for yet
         code, main = load_entry(self._entry, self._argv)
-        processes.die_with_parent(0)
+        sys.stdout.flush()  # output of `--help`, or of an import, which each fork would repeat
+        # A stopped server has to notice the launcher's death, too.
+        processes.die_with_parent(signal.SIGCONT)
         if main is None:
-            sys.stdout.flush()  # the output of `--help`
             send(self._control, {"nothing_to_start": code})
             os._exit(code)
         # Freezing what is imported keeps a rank's garbage collections cheap, and its pages shared.
@@ -108,8 +109,6 @@ class _Server:
         launcher_end, rank_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()] if env["RANK"] != "0" else []  # their output gets a tag
         read_fds, write_fds = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
-        sys.stdout.flush()
-        sys.stderr.flush()
         pid = fork()
         if pid == 0:
             run_worker(main, self._argv, env, launcher_fd=rank_end.detach(), output_fds=write_fds,
@@ -119,9 +118,7 @@ class _Server:
         with contextlib.suppress(OSError):  # the launcher has died: the loop notices it
             send(self._control, {"started": local_rank, "pid": pid},
                  [pidfd, launcher_end.fileno(), *read_fds])
-        launcher_end.close()
-        rank_end.close()
-        for fd in (pidfd, *read_fds, *write_fds):
+        for fd in (pidfd, launcher_end.detach(), rank_end.detach(), *read_fds, *write_fds):
             os.close(fd)
 
     def _reap(self) -> None:
@@ -138,7 +135,6 @@ class _Server:
                 send(self._control, {"exited": ended.si_pid, "code": code})
 
     def _wait_for_orphans(self) -> NoReturn:
-        """After the launcher's death, wait for the ranks to save and exit, then kill the rest."""
         deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
         self._control.close()
         self._reap()
@@ -152,8 +148,8 @@ class _Server:
 
 
 def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
-    """Import the entry function and the modules that it will need: (0, the function), or (exit
-    code, None) if there is nothing to start, after `--help` or an error, which is printed."""
+    """Import the entry function and what it will need: (0, the function), or (exit code, None) if
+    there is nothing to start, after `--help` or an error, which is printed."""
     module_name, _, function_name = entry.partition(":")
     try:
         module = importlib.import_module(module_name)

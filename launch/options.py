@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
 from trainer.resilience.preflight import LONGEST_S
@@ -29,20 +28,6 @@ exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same co
             76 the same step failed repeatedly · 77 too many non-finite values · 1 other failure"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of the launcher; see its `--help`."""
-
-    nproc_per_node: int = 1
-    max_restarts: int = 3
-    nnodes: tuple[int, int] = (1, 1)  # minimum and maximum number of nodes
-    rdzv_endpoint: tuple[str, int] | None = None  # host and port; None for one node
-    rejoin_timeout: float = 600.0
-    grace_s: float = 30.0
-    entry: str = "trainer.__main__:main"
-    trainer_argv: tuple[str, ...] = ()
-
-
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` for errors at which argparse would exit."""
 
@@ -50,48 +35,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def parse_options(argv: Sequence[str]) -> Options:
-    """Parse the command line; arguments after the first `--` belong to the trainer."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    parser = Parser(
-        prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
-        allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for name, kind, metavar, words in (
-        ("--nproc-per-node", number(int, 1), "N", "ranks on this machine (default: 1)"),
-        ("--max-restarts", number(int, 0), "K", "restarts after failures; the count is reset when "
-         "a later step has been saved (default: 3)"),
-        ("--nnodes", _nodes, "MIN:MAX", "number of nodes that train together: as many as have "
-         "joined, from MIN to MAX (default: 1)"),
-        ("--rdzv-endpoint", _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of "
-         f"one of them, which hosts the store (default port: {DEFAULT_PORT})"),
-        ("--rejoin-timeout", number(float, 0.001), "X", "seconds to wait for the endpoint to "
-         "answer and for MIN nodes to join (default: 600)"),
-        ("--grace-s", number(float, 0), "X", "seconds for the other ranks to save and exit after "
-         "a rank has died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
-        ("--entry", str, "MODULE:FUNCTION", "function that each rank runs, for developers "
-         "(default: trainer.__main__:main)"),
-    ):
-        parser.add_argument(name, type=kind, metavar=metavar, help=words)
-    options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"; did you mean {closest[0]}?" if closest else "."
-        raise ConfigError(f"{name} is not an option of the launcher{hint} Put the trainer's "
-                          f"arguments after --: python -m launch … -- {' '.join(unknown)}")
-    found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
-    if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
-        raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
-                          "HOST:PORT, the same on all of them")
-    return found
-
-
 def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
     """A parser of numbers from `least` on, for argparse."""
-
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)
@@ -118,6 +63,57 @@ def _endpoint(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ArgumentTypeError(f"{text!r} is not HOST:PORT, such as node0:29400")
     return host, int(port)
+
+
+def _option(default: Any, parse: Callable[[str], Any], metavar: str, words: str) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"type": parse, "metavar": metavar, "help": words})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    nproc_per_node: int = _option(1, number(int, 1), "N", "ranks on this machine (default: 1)")
+    max_restarts: int = _option(
+        3, number(int, 0), "K",
+        "restarts after failures; the count is reset when a later step has been saved (default: 3)")
+    nnodes: tuple[int, int] = _option(
+        (1, 1), _nodes, "MIN:MAX",
+        "number of nodes that train together: as many as have joined, from MIN to MAX (default: 1)")
+    rdzv_endpoint: tuple[str, int] | None = _option(
+        None, _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of one of them, "
+        f"which hosts the store (default port: {DEFAULT_PORT})")
+    rejoin_timeout: float = _option(
+        600.0, number(float, 0.001), "X",
+        "seconds to wait for the endpoint to answer and for MIN nodes to join (default: 600)")
+    grace_s: float = _option(
+        30.0, number(float, 0), "X", "seconds for the other ranks to save and exit after a rank "
+        "has died, before SIGTERM and 5 s later SIGKILL (default: 30)")
+    entry: str = _option(
+        "trainer.__main__:main", str, "MODULE:FUNCTION",
+        "function that each rank runs, for developers (default: trainer.__main__:main)")
+    trainer_argv: tuple[str, ...] = ()
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Parse the command line; arguments after the first `--` belong to the trainer."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    parser = Parser(
+        prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
+        allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in dataclasses.fields(Options):
+        if field.metadata:
+            parser.add_argument(f"--{field.name.replace('_', '-')}", **field.metadata)
+    options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
+    if unknown:
+        raise ConfigError(f"{unknown[0].partition('=')[0]} is not an option of the launcher (see "
+                          "--help); put the trainer's arguments after --: "
+                          f"python -m launch … -- {' '.join(unknown)}")
+    found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
+    if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
+        raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
+                          "HOST:PORT, the same on all of them")
+    return found
 
 
 def _dashed(argument: str) -> str:

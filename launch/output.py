@@ -19,14 +19,12 @@ class Output:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._last: str | None = None  # printed by `finish`
+        self._last: str | None = None  # line that `finish` prints
 
     def print_line(self, text: str) -> None:
-        """Print a line of the launcher on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
     def set_last_line(self, text: str) -> None:
-        """Set the line that `finish` prints."""
         self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:
@@ -50,7 +48,7 @@ class Output:
         rest = b""
         while chunk := os.read(fd, CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > CHUNK_BYTES:
+            if len(rest) > CHUNK_BYTES:  # a line without an end
                 lines, rest = [*lines, rest], b""
             self._write(to_fd, b"".join(_tagged(line, tag) for line in lines))
         if rest:

@@ -12,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Host a store on `port` (0: a free one), as long as the object exists; returns it and its
-    port. It gets a listening socket: TCPStore itself would listen on all interfaces."""
+    """Host a store on `port` (0: a free one) as long as the object exists; returns it and its port.
+    It gets a listening socket: TCPStore itself would listen on all interfaces."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
@@ -38,7 +38,7 @@ class LauncherRendezvous(elastic.RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: no node joins after the end."""
+        pass  # no node joins after the end
 
     def get_run_id(self) -> str:
         return self._launch_id

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -20,8 +18,6 @@ from trainer.resilience.stop_signals import STOP_SIGNALS
 from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]
-
-ORPHAN_S = 4.5  # of a rank whose launcher and fork server have died (a living one kills it earlier)
 
 
 def run_worker(
@@ -45,7 +41,6 @@ def run_worker(
         os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
         sys.argv = ["trainer", *argv]
         processes.set_name(f"rank {env['RANK']}")
-        threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
         _finish(code)
         with contextlib.suppress(OSError):  # the launcher has died
@@ -94,17 +89,3 @@ def _finish(code: int) -> None:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         say("", stream)
-
-
-def _end_orphan(launcher_fd: int) -> None:
-    """Kill this rank if the launcher and the fork server have both died. A fork server that is
-    only stopped is continued: it has to exit as well."""
-    server = os.getppid()
-    watch = select.poll()
-    watch.register(launcher_fd, 0)  # no events: wait only for the hang-up of the other end
-    watch.poll()
-    with contextlib.suppress(OSError):
-        if os.getppid() == server:
-            os.kill(server, signal.SIGCONT)
-    time.sleep(ORPHAN_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import fork_server
@@ -24,9 +25,10 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 from trainer.resilience import processes
 from trainer.resilience.stop_signals import drain, is_readable
 
-SERVER_EXIT_S = 2.0
 KILL_S = 1.0
-SERVER_CHECKS, CHECK_S = 4, 0.5  # a fork server found stopped in so many checks is continued
+CHECK_S, SERVER_CHECKS, RANK_CHECKS = 1.0, 2, 120
+"""A process found stopped (SIGSTOP) in so many consecutive checks, this many seconds apart, is
+continued if it is the fork server, and killed if it is a rank. A running peer kills it earlier."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,27 +41,24 @@ class _Worker:
     unparsed: bytes = b""
     forced: bool = False
     returned: bool = False
-    stopped_checks: int = 0
 
 
-def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the fork server from this process, which has no threads yet: (its pid, socket to it)."""
+def start_server(
+    entry: str, argv: Sequence[str], *, by_fork: bool
+) -> tuple[int, socket.socket]:
+    """Start a fork server; returns its pid and the socket to it. `by_fork`: this process has no
+    threads yet. Otherwise the server has to import everything itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = fork_server.fork()
-    if pid == 0:
-        ours.close()
-        fork_server.run_server(theirs, entry, argv)
-    theirs.close()
-    return pid, ours
-
-
-def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """The same from a process with threads: the new server has to import everything itself."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.set_inheritable(True)
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-m", "launch.fork_server", str(theirs.fileno()), entry]
-    pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
+    if by_fork:
+        pid = fork_server.fork()
+        if pid == 0:
+            ours.close()
+            fork_server.run_server(theirs, entry, argv)
+    else:
+        theirs.set_inheritable(True)
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [sys.executable, *flags, "-m", "launch.fork_server", str(theirs.fileno()), entry]
+        pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
     theirs.close()
     return pid, ours
 
@@ -71,14 +70,14 @@ class Workers:
         self, server: tuple[int, socket.socket], entry: str, argv: Sequence[str],
         stop: LauncherStop, output: Output,
     ) -> None:
-        self.run_folder: str | None = None  # None until a rank has reported it
+        self.run_folder: Path | None = None  # None until a rank has reported it
         self.failures: list[dict[str, Any]] = []  # events that ranks of this attempt have reported
-        self._entry, self._argv = entry, list(argv)
-        self._stop, self._output = stop, output
+        self._entry, self._argv, self._output = entry, list(argv), output
         self._living: dict[int, _Worker] = {}  # by pid
         self._exits: list[Exit] = []  # not yet returned by `wait`
         self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
-        self._pids: dict[int, int] = {}  # local rank -> pid
+        self._stopped_checks: dict[int, int] = {}  # by pid
+        self._checked_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._watch(stop.wakeup_fd, functools.partial(drain, stop.wakeup_fd))
         self._adopt(server)
@@ -88,29 +87,27 @@ class Workers:
         """Ranks that have not exited."""
         return sorted(rank.rank for rank in self._living.values())
 
-    def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the fork server's imports (`until_stop`: or for a stop request); return the exit
-        code if there is nothing to start."""
-        while self._server_imports and not (until_stop and self._stop.signal is not None):
+    def wait_ready(self) -> int | None:
+        """Wait for the fork server's imports; returns the exit code if there is nothing to start,
+        else None."""
+        while self._server_imports:
             self._poll(CHECK_S)
         return self._code
 
-    def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank; returns pids by local rank. A killed
-        fork server is replaced first. A rank that cannot be started counts as exited."""
-        self._pids, self.failures = {}, []
+    def start(self, envs: dict[int, dict[str, str]]) -> None:
+        """Fork one rank for each environment, by local rank. A killed fork server is replaced
+        first. A rank that cannot be started counts as exited."""
+        self.failures = []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
-            self._adopt(spawn_server_process(self._entry, self._argv))
+            self._adopt(start_server(self._entry, self._argv, by_fork=False))
             if (code := self.wait_ready()) is not None:
-                self._end_starting(code)
-                return {}
+                return self._end_starting(code)
         for local_rank, env in envs.items():
             with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
                 fork_server.send(self._control, {"fork": local_rank, "env": env})
             while local_rank in self._starting:
                 self._poll(CHECK_S)
-        return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
         """The exits since the last call; if there are none, wait for an event first."""
@@ -123,24 +120,14 @@ class Workers:
         """Send a signal to each living rank; `forced` marks their exits as the launcher's doing."""
         for rank in self._living.values():
             rank.forced |= forced
-            _send_signal(rank, number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, number)
 
     def send_keyword(self, word: str) -> None:
         """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
         for rank in self._living.values():
             with contextlib.suppress(OSError):  # it is exiting
                 rank.channel.send(f"{word}\n".encode())
-
-    def kill_stopped(self, checks: int) -> list[int]:
-        """Kill and return the ranks found stopped in `checks` consecutive calls. Calls are counted,
-        not time: the launcher may have been stopped with them."""
-        killed = []
-        for pid, rank in self._living.items():
-            rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
-            if rank.stopped_checks == checks:
-                killed.append(rank.rank)
-                _send_signal(rank, signal.SIGKILL)
-        return killed
 
     def kill_and_exit(self) -> NoReturn:
         """Kill all ranks and exit immediately. May be called from a signal handler."""
@@ -157,10 +144,7 @@ class Workers:
         """Disconnect from the fork server, which kills living ranks after a few seconds."""
         if self.server_lives:
             self._disconnect()
-            pidfd = os.pidfd_open(self._server_pid)
-            if not is_readable(pidfd, SERVER_EXIT_S):
-                os.kill(self._server_pid, signal.SIGKILL)
-            os.close(pidfd)
+            os.kill(self._server_pid, signal.SIGKILL if self._server_imports else signal.SIGCONT)
             os.waitpid(self._server_pid, 0)
         self._selector.close()
 
@@ -172,7 +156,6 @@ class Workers:
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
         self.server_lives = self._server_imports = True
-        self._stopped_checks = 0
         self._code: int | None = None  # exit code if the server found nothing to start
         self._watch(self._control.fileno(), self._on_message)
 
@@ -184,26 +167,30 @@ class Workers:
             self._selector.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
-        events = self._selector.select(timeout_s)
-        if not events:
-            self._continue_server()
-        for key, _ in events:
+        for key, _ in self._selector.select(timeout_s):
             # An event may make another of this batch obsolete: an exit closes the rank's channel.
             if self._selector.get_map().get(key.fileobj) == key:
                 key.data()
+        if time.monotonic() - self._checked_s >= CHECK_S:
+            self._checked_s = time.monotonic()
+            self._check_stopped()
 
-    def _continue_server(self) -> None:
-        """Continue a stopped fork server: only it can start ranks and report their exits. Checks
-        are counted, not time: the launcher may have been stopped with it."""
-        stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
-            self._server_imports or self._starting
-            or not all(map(processes.is_alive, self._living)))
-        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
-        if self._stopped_checks >= SERVER_CHECKS:
-            self._stopped_checks = 0
-            self._output.print_line(
-                "the fork server was stopped while ranks waited for it: continued")
-            os.kill(self._server_pid, signal.SIGCONT)
+    def _check_stopped(self) -> None:
+        """Continue a stopped fork server, without which no exit is reported, and kill ranks that
+        stay stopped. Checks are counted, not time: the launcher may have been stopped with them."""
+        server = [self._server_pid] if self.server_lives else []
+        self._stopped_checks = {pid: self._stopped_checks.get(pid, 0) + 1
+                                for pid in [*server, *self._living] if processes.state(pid) == "T"}
+        for pid, checks in self._stopped_checks.items():
+            if pid in server and checks >= SERVER_CHECKS:
+                self._output.print_line("the fork server was stopped: continued")
+                os.kill(pid, signal.SIGCONT)
+            elif checks == RANK_CHECKS:
+                rank = self._living[pid]
+                self._output.print_line(f"rank {rank.rank} has been stopped for {RANK_CHECKS} s "
+                                        "without being continued: killed")
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
 
     def _on_message(self) -> None:
         message, fds = fork_server.receive(self._control)
@@ -220,7 +207,7 @@ class Workers:
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
         rank = _Worker(rank=self._starting.pop(local_rank), pidfd=pidfd,
                        channel=socket.socket(fileno=channel_fd))
-        self._living[pid], self._pids[local_rank] = rank, pid
+        self._living[pid] = rank
         self._watch(channel_fd, functools.partial(self._on_channel, rank))
         streams = (sys.stdout.fileno(), sys.stderr.fileno())
         for fd, to_fd in zip(output, streams, strict=False):
@@ -241,15 +228,15 @@ class Workers:
                 if word == "returned":
                     rank.returned = True
                 elif word == "run":
-                    self.run_folder = json.loads(value)
+                    self.run_folder = Path(json.loads(value))
                 elif word == "failure":
                     self.failures.append(json.loads(value))
         return bool(data)
 
     def _remove(self, pid: int, code: int | None) -> None:
-        if pid not in self._living:
+        rank = self._living.pop(pid, None)
+        if rank is None:  # another child process of the fork server
             return
-        rank = self._living.pop(pid)
         while self._on_channel(rank):
             pass  # read its last messages
         self._forget(rank.channel.fileno())
@@ -275,8 +262,3 @@ class Workers:
         now_s = time.monotonic()
         self._exits += [Exit(rank=r, code=code, at_s=now_s) for r in self._starting.values()]
         self._starting = {}
-
-
-def _send_signal(rank: _Worker, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(rank.pidfd, number)

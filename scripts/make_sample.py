@@ -31,7 +31,6 @@ def first_of_each_class(labels: np.ndarray, number: int) -> np.ndarray:
 
 
 def to_idx(array: np.ndarray) -> bytes:
-    """A uint8 array as the bytes of an IDX file."""
     header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
     return header + array.tobytes()
 

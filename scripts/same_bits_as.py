@@ -1,6 +1,6 @@
 """Check that the code still computes the same bits as an earlier commit.
 
-    python scripts/same_bits_as.py COMMIT [--new COMMIT2] [--only CASE] [--keep FOLDER]
+    python scripts/same_bits_as.py COMMIT [--only CASE] [--keep FOLDER]
 
 Each case trains three short runs with the same interpreter and the same flags:
 
@@ -39,9 +39,6 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-INTENDED: dict[str, dict[str, str]] = {}
-"""Start of an old commit's hash → {pattern of "FILE: KEY" → reason of the difference}."""
-
 PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.json: lines",
            "state.json: record*",
            "summary.json: attempts", "summary.json: save_waits", "summary.json: memory.*",
@@ -58,18 +55,12 @@ SHOWN = 4  # differences of one run in the table
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration that both sides train.
-
-    Attributes:
-        world: number of ranks. The last one is killed in the backward pass of step 7.
-        arguments: recipe and flags; the first checkpoint is saved before step 7.
-        twin: name of an earlier case with the same bits on another number of ranks.
-    """
+    """A configuration that both sides train."""
 
     name: str
-    world: int
-    arguments: str
-    twin: str = ""
+    world: int  # number of ranks. The last one is killed in the backward pass of step 7
+    arguments: str  # recipe and flags; the first checkpoint is saved before step 7
+    twin: str = ""  # an earlier case with the same bits on another number of ranks
 
 
 _SAMPLE = ("--steps 12 --batch.global-size 96 --batch.micro-size 16 --checkpoint.every 4 "
@@ -95,8 +86,8 @@ CASES = (
 class Check:
     """Runs cases with the source trees `old` and `new`; run folders and logs are in `runs`."""
 
-    def __init__(self, old: Path, new: Path, runs: Path, intended: dict[str, str]) -> None:
-        self.old, self.new, self.runs, self.intended = old, new, runs, intended
+    def __init__(self, old: Path, new: Path, runs: Path) -> None:
+        self.old, self.new, self.runs = old, new, runs
 
     def case(self, case: Case) -> list[str]:
         """The differences of one case, each with the name of its run."""
@@ -129,16 +120,14 @@ class Check:
     def differences(self, left: Path, right: Path, ignored: tuple[str, ...] = ()) -> list[str]:
         """Differences of two runs, found by this script and by `trainer compare`."""
         a, b = dict(entries(left)), dict(entries(right))
-        unequal = [key for key in {**a, **b} if a.get(key) != b.get(key)
-                   and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))]
         found = [f"{key}: {a.get(key, 'nothing'):.70} | {b.get(key, 'nothing'):.70}"
-                 for key in unequal if not any(fnmatchcase(key, p) for p in self.intended)]
-        code, output = self.python(
-            self.new, right, "-m", "trainer", "compare", str(left), str(right))
-        accepted = code == 1 and len(found) < len(unequal)
+                 for key in {**a, **b} if a.get(key) != b.get(key)
+                 and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))]
         if len(found) > SHOWN:
             found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
-        if code and not accepted:
+        code, output = self.python(
+            self.new, right, "-m", "trainer", "compare", str(left), str(right))
+        if code:
             found.append(f"trainer compare: exit code {code}: {one_line(output)}")
         return found
 
@@ -204,7 +193,6 @@ def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def one_line(output: str) -> str:
-    """The end of a command's output."""
     return " ".join(output.split())[-200:]
 
 
@@ -217,7 +205,6 @@ def git(*arguments: str) -> str:
 
 
 def stop(why: str) -> None:
-    """Exit with 2."""
     print(f"same_bits_as: {why}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -257,17 +244,13 @@ def report(check: Check, cases: list[Case]) -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Parse the command line, make the trees, check, print the table."""
     parser = argparse.ArgumentParser(description="Compare the bits of two versions of this code.")
     parser.add_argument("commit", metavar="COMMIT", help="the old code")
-    parser.add_argument("--new", metavar="COMMIT2", help="the new code (default: this checkout)")
     parser.add_argument("--only", action="append", choices=[case.name for case in CASES],
                         help="only this case (repeatable)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs in a new folder")
     options = parser.parse_args()
     commit = git("rev-parse", "--verify", f"{options.commit}^{{commit}}").strip()
-    intended = {pattern: why for start, patterns in INTENDED.items()
-                if commit.startswith(start) for pattern, why in patterns.items()}
     with tempfile.TemporaryDirectory(prefix="same-bits-") as temporary:
         old, new = (Path(temporary).resolve() / name for name in ("old", "new"))
         runs = options.keep.resolve() if options.keep else old.with_name("runs")
@@ -276,23 +259,17 @@ def main() -> int:
         runs.mkdir(parents=True)
         try:
             git("worktree", "add", "--detach", str(old), commit)
-            if options.new:
-                git("worktree", "add", "--detach", str(new), options.new)
-            else:
-                copy_checkout(new)
-            check = Check(old, new, runs, intended)
+            copy_checkout(new)
+            check = Check(old, new, runs)
             check.verify_imports()
             results = report(check, [case for case in CASES
                                      if not options.only or case.name in options.only])
         finally:
-            for tree in (old, new) if options.new else (old,):
-                if tree.exists():
-                    git("worktree", "remove", "--force", str(tree))
+            if old.exists():
+                git("worktree", "remove", "--force", str(old))
     for name, found in results.items():
         for difference in found:
             print(f"{name:24}{difference}")
-    for pattern, why in intended.items():
-        print(f"accepted: {pattern}: {why}")
     return int(any(results.values()))
 
 

@@ -26,10 +26,9 @@ class NodeAgent(HotAgent):
         super().__init__(handler, *args, **kwargs)
         self._nodes = handler
         self._members: frozenset[tuple[str, int]] = frozenset()
-        self._maybe_secondary = False  # the failure may be a consequence of another node's exit
+        self._maybe_secondary = False  # the failure may follow from another node's exit
 
     def run(self, *args: Any) -> Any:
-        """Run until the run ends, with the same exit code on all nodes."""
         try:
             return super().run(*args)
         except RunEnded as over:
@@ -50,13 +49,12 @@ class NodeAgent(HotAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before, self._members = self._members, self._nodes.members
-        if self._maybe_secondary and before != self._members:
-            # The nodes have changed: the failure was not this node's.
+        if self._maybe_secondary and before != self._members:  # it was not this node's failure
             self._remaining_restarts = min(self._max_restarts, self._remaining_restarts + 1)
             self._failed = None
         self._maybe_secondary = False
         pids = super()._start_workers(worker_group)
-        size = worker_group.workers[0].world_size if worker_group.workers else 0
+        size = worker_group.workers[0].world_size
         names = sorted(address for address, _ in self._members)
         self._output.print_line(f"{len(names)} node{'s' * (len(names) != 1)}: {', '.join(names)}; "
                                 f"{size} rank{'s' * (size != 1)}")
@@ -86,24 +84,21 @@ class NodeAgent(HotAgent):
             self._end(code)
         cause = self.decision.cause
         self._maybe_secondary = cause is not None and cause.code == EXIT_FAILURE
+        if self._maybe_secondary and not self._remaining_restarts:
+            self._remaining_restarts = int(self._nodes.has_lost_member())
         super()._allow_restart()
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
 
-    def _grant_extra_restart(self) -> bool:
-        if self._maybe_secondary and self._nodes.has_lost_member():
-            self._remaining_restarts = 1
-            return True
-        return False
-
     def _end(self, code: int) -> NoReturn:
-        """Raise `RunEnded` with the exit code of the node that ended the run first."""
         first = self._nodes.end(code)
         raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        change = self._nodes.take_change()
-        if change is not None and self._ranks.living:
+        if self._ranks.living:
+            change = self._nodes.find_change()
+            if change is None:  # the node that was to join is gone
+                return
             self._output.print_line(f"{change.reason}; the ranks save and restart")
             noticed_s = time.time()
             self._stop_for(change)
@@ -111,10 +106,10 @@ class NodeAgent(HotAgent):
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: MembershipChange) -> None:
-        """Let the ranks save and exit: without a time limit if the group is complete. Otherwise
-        their connections are closed, because they may wait for a peer that is gone: each rank saves
-        the last step boundary alone, unless a newer attempt has begun."""
-        self._is_escalating, self._escalation = False, []
+        """Let the ranks save and exit. A complete group has no time limit. Otherwise the ranks
+        close their connections, because they may wait for a peer that is gone, and each saves the
+        last step boundary alone, unless a newer attempt has begun."""
+        self._escalation = None
         if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
             self._ranks.signal(signal.SIGTERM, forced=True)
@@ -124,7 +119,9 @@ class NodeAgent(HotAgent):
             self._exits += self._ranks.wait(POLL_S)
             self._forward_stop()
             self._send_due()
-            if not self._is_escalating and (self._is_broken() or not self._ranks.server_lives):
+            if self._escalation is None and (
+                    any(end.failed for end in self._exits) or not self._ranks.server_lives
+                    or self._nodes.is_incomplete()):
                 self._disconnect("lost")
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                                stop_at_s=self._stop_at_s)
@@ -136,13 +133,5 @@ class NodeAgent(HotAgent):
         self._ranks.send_keyword(keyword)
         self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
 
-    def _is_broken(self) -> bool:
-        """Whether the group is no longer complete: a rank has failed, or a node is lost."""
-        self._nodes.take_change()
-        self._nodes.num_nodes_waiting()
-        return any(end.failed for end in self._exits) or (
-            self._nodes.change is not None and self._nodes.change.kind != "join")
-
     def _exit_barrier(self) -> None:
-        """Publish the exit code once all ranks of the run have finished together."""
         self.decision = ExitDecision(code=self._nodes.end(self.decision.code), restart=False)

@@ -33,13 +33,11 @@ class Endpoint:
         self._server: TCPStore | None = None  # serves as long as the object exists
         self._has_connected = False
         try:
-            routes = sockets.routes_to(host, port)
-        except OSError as error:
-            raise ConfigError(f"--rdzv-endpoint {self}: {error.strerror or error}") from error
-        if not routes:
-            raise ConfigError(f"--rdzv-endpoint {self}: this machine has no route to it; "
-                              "use an address that all nodes can reach")
-        self.own_address, target = routes[0]  # on the route to the endpoint
+            self.own_address, target = sockets.routes_to(host, port)[0]  # on the route to it
+        except (OSError, IndexError) as error:
+            why = getattr(error, "strerror", "this machine has no route to it")
+            raise ConfigError(f"--rdzv-endpoint {self}: {why}; use an address that all nodes can "
+                              "reach") from error
         self._is_local = self.own_address == target
 
     def __str__(self) -> str:
@@ -50,14 +48,13 @@ class Endpoint:
         return self._server is not None
 
     def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
-        """Host the store if this node has the endpoint's address, and connect to it twice: once for
-        requests that are answered immediately, and once for waiting until other nodes write.
-        Raises one of `STORE_ERRORS` if the endpoint does not answer."""
+        """Host the store if this node has the endpoint's address, and connect to it twice: for
+        requests, and for waiting until other nodes write. Raises one of `STORE_ERRORS` if the
+        endpoint does not answer."""
         port_in_use = self._is_local and not self.hosts and not self._listen()
         limit = timedelta(seconds=CONNECT_S)
         before = sockets.connections()
-        # The listener may accept and never answer, for which torch has no timeout.
-        timer = threading.Timer(
+        timer = threading.Timer(  # torch has no timeout for a listener that accepts, but is silent
             CONNECT_S + 1.0, lambda: sockets.shut_down(self._connections_since(before)))
         timer.start()
         try:
@@ -78,7 +75,6 @@ class Endpoint:
         return GuardedBackend(requests, on_read, self._connections_since(before)), waiting
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
-        """The connections to the endpoint that were made after `before`."""
         return {inode for inode, (_, peer_port) in sockets.connections().items()
                 if inode not in before and peer_port == self._port}
 
@@ -117,7 +113,7 @@ class GuardedBackend(C10dRendezvousBackend):
         return self._call_store(operation, *arguments)
 
     def close(self) -> None:
-        """Close the connections; a thread waiting for an answer gets an error."""
+        """Close the connections: a thread that waits for an answer gets an error."""
         self._closed.set()
         sockets.shut_down(self._inodes)
 

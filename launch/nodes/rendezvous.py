@@ -45,7 +45,7 @@ RETRY_S, LINGER_S = 0.3, 8.0
 
 
 class RunEnded(Exception):
-    """The run ends on this node, with this exit code and message (empty: it has been printed)."""
+    """The run ends on this node with this exit code and message (empty: it has been printed)."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(reason)
@@ -63,8 +63,8 @@ class MembershipChange:
 
 
 class NodesRendezvous(LauncherRendezvous):
-    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped` returns
-    whether this node received a stop request."""
+    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped`: whether this
+    node received a stop request."""
 
     def __init__(
         self, options: Options, stopped: Callable[[], bool], print_line: Callable[[str], None]
@@ -72,7 +72,6 @@ class NodesRendezvous(LauncherRendezvous):
         super().__init__()
         assert options.rdzv_endpoint is not None
         self.stop_requested = False  # whether any node received a stop request
-        self.change: MembershipChange | None = None  # as detected by `num_nodes_waiting`
         self.members: frozenset[tuple[str, int]] = frozenset()  # address and pid of each node
         self._endpoint = Endpoint(*options.rdzv_endpoint)
         self._min_nodes, self._max_nodes = options.nnodes
@@ -96,7 +95,7 @@ class NodesRendezvous(LauncherRendezvous):
         """Join the next round; reconnect as often as the store is lost meanwhile. Raises `RunEnded`
         if the run has ended, a stop was requested, or `--rejoin-timeout` has passed."""
         began_s, warned = time.monotonic(), False
-        self.change, self._joining = None, True
+        self._joining = True
         while True:
             self._raise_if_stopped()
             try:
@@ -120,15 +119,9 @@ class NodesRendezvous(LauncherRendezvous):
                                  f"{self._timeout_s:g} s (--rejoin-timeout)")
             time.sleep(RETRY_S)
 
-    def take_change(self) -> MembershipChange | None:
-        """Return the change of the members that was found, and forget it."""
-        change, self.change = self.change, None
-        return change
-
     def num_nodes_waiting(self) -> int:
         """1 if a change requires a restart, else 0. torch's agent restarts the ranks if not 0."""
-        self.change = self.change or self._find_change()
-        return int(self.change is not None)
+        return int(self.find_change() is not None)
 
     def begin_change(self) -> None:
         """Announce that this node stops its ranks because a node joins, so all nodes restart."""
@@ -139,7 +132,6 @@ class NodesRendezvous(LauncherRendezvous):
         return bool(self._try("check", [f"trainer/change/{self._nonce}"]))
 
     def request_stop(self) -> None:
-        """Publish the stop request of this node."""
         if not self.stop_requested:
             self.stop_requested = True
             self._try("set", "trainer/stop", "1")
@@ -161,13 +153,17 @@ class NodesRendezvous(LauncherRendezvous):
         stopped = [f"trainer/stopped/{self._nonce}/{_key(node)}" for node in self.members]
         self._try("set", f"trainer/stopped/{self._nonce}/{_key(self._me)}", "1")
         deadline_s = time.monotonic() + KEEP_ALIVE_S * KEEP_ALIVE_TIMES + 1.0
-        while not self.num_nodes_waiting() or (self.change and self.change.kind == "join"):
-            self.change = None
+        while not self.is_incomplete():
             complete = all_stopped and self._try("check", stopped)
             if complete or self.ended() is not None or time.monotonic() > deadline_s:
                 return False
             time.sleep(RETRY_S)
         return True
+
+    def is_incomplete(self) -> bool:
+        """Whether a node or the store is lost, or a newer attempt has begun."""
+        change = self.find_change()
+        return change is not None and change.kind != "join"
 
     def leave(self) -> None:
         """Keep hosting the store until the other nodes have read the exit code."""
@@ -203,7 +199,7 @@ class NodesRendezvous(LauncherRendezvous):
     def _open_attempt(
         self, handler: dynamic.DynamicRendezvousHandler, info: elastic.RendezvousInfo
     ) -> elastic.RendezvousInfo:
-        """Publish (on the round's first node) or read nonce and store address of the attempt."""
+        """Publish (on the round's first node) or read the attempt's nonce and store address."""
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
@@ -238,13 +234,12 @@ class NodesRendezvous(LauncherRendezvous):
             return None
 
     def _state(self) -> Any:
-        """torch's state of the rendezvous. Private: nothing public names the nodes."""
         if self._handler is None:
             raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
         return torch_private.rendezvous_state(self._handler)
 
-    def _find_change(self) -> MembershipChange | None:
+    def find_change(self) -> MembershipChange | None:
         try:
             state = self._state()
             newest = self._call("get", "trainer/newest").decode()

@@ -22,14 +22,8 @@ DEADLINE_S = 200.0
 class Launched:
     """A running `python -m launch` in its own process group, as a shell would start it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        script: Mapping[str, str],
-        *options: str,
-        num_ranks: int = 1,
-        entry: str = "scripted:main",
-    ) -> None:
+    def __init__(self, folder: Path, script: Mapping[str, str], *options: str, num_ranks: int = 1,
+                 entry: str = "scripted:main") -> None:
         folder.mkdir()
         self.folder = folder
         arguments = [str(folder), json.dumps(script)]
@@ -40,14 +34,12 @@ class Launched:
                 [sys.executable, "-m", "launch", f"--nproc-per-node={num_ranks}", *options,
                  "--entry", entry, "--", *arguments],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            )  # fmt: skip
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
 
     def __enter__(self) -> Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill all remaining processes."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -56,7 +48,6 @@ class Launched:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, timeout_s: float = DEADLINE_S) -> int:
-        """The launcher's exit code, or TimeoutExpired."""
         return self.process.wait(timeout_s)
 
     @property
@@ -69,14 +60,10 @@ class Launched:
 
     def notes(self, what: str, **fields: Any) -> list[dict[str, Any]]:
         """The ranks' notes so far with the name `what` and the given fields."""
-        return [
-            note
-            for note in scripted.read(self.folder / "notes.jsonl")
-            if note["what"] == what and all(note[key] == fields[key] for key in fields)
-        ]
+        return [note for note in scripted.read(self.folder / "notes.jsonl")
+                if note["what"] == what and all(note[key] == fields[key] for key in fields)]
 
     def wait_notes(self, what: str, num: int, **fields: Any) -> list[dict[str, Any]]:
-        """Wait until there are `num` such notes."""
         return scripted.wait_for(lambda: self.notes(what, **fields), num)
 
     def pids(self) -> set[int]:

@@ -23,7 +23,7 @@ DEADLINE_S = 200.0
 
 
 def preload(argv: list[str]) -> int:
-    """Do not import torch, which these tests do not need. The folder's name selects the outcome."""
+    """Imports no torch. The folder's name selects the outcome."""
     folder = Path(argv[0])
     if folder.name == "refused":
         print("no such data", file=sys.stderr)
@@ -51,8 +51,6 @@ def main(argv: list[str]) -> int:
 
 
 class Rank:
-    """The actions of a rank, and its notes."""
-
     def __init__(self, folder: Path) -> None:
         self.notes = folder / "notes.jsonl"
         self.folder = folder
@@ -62,21 +60,18 @@ class Rank:
 
     def note(self, what: str, **more: Any) -> None:
         line = {"what": what, "attempt": self.attempt, "rank": self.rank, "pid": os.getpid(),
-                "time_s": time.monotonic(), **more}  # fmt: skip
+                "time_s": time.monotonic(), **more}
         fd = os.open(self.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(fd, (json.dumps(line) + "\n").encode())
         os.close(fd)
 
     def wait(self, what: str, num: int | None = None) -> list[dict[str, Any]]:
         """Wait for `num` notes `what` of this attempt (default: one per rank)."""
-        return wait_for(
-            lambda: [
-                note
-                for note in read(self.notes)
-                if (note["what"], note["attempt"]) == (what, self.attempt)
-            ],
-            num or self.num_ranks,
-        )
+        def noted() -> list[dict[str, Any]]:
+            return [note for note in read(self.notes)
+                    if (note["what"], note["attempt"]) == (what, self.attempt)]
+
+        return wait_for(noted, num or self.num_ranks)
 
     def receive(self) -> str:
         """The keywords that the launcher has sent so far."""
@@ -122,14 +117,11 @@ class Rank:
 
     def follow(self, code: str) -> int:
         """Exit when a peer has exited, like a rank whose connection broke."""
-        peers = [n["pid"] for n in self.wait("started") if n["rank"] != self.rank]
         watch = select.poll()
-        for pid in peers:
-            try:
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            for pid in (n["pid"] for n in self.wait("started") if n["rank"] != self.rank):
                 watch.register(os.pidfd_open(pid), select.POLLIN)
-            except ProcessLookupError:
-                return int(code)
-        watch.poll()
+            watch.poll()
         return int(code)
 
     def serve(self, _: str) -> int:
@@ -166,7 +158,6 @@ class Rank:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All notes so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

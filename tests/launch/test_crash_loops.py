@@ -13,7 +13,7 @@ from trainer.commands.inspect import inspect
 
 RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
 FLAGS = (*TAPE, "--task=failing_task:Failing", "--steps=20", "--data.shuffle=off",
-         "--checkpoint.every=5", "--log.level=warning")  # fmt: skip
+         "--checkpoint.every=5", "--log.level=warning")
 RAISES = ("--task.how=raise", "--task.at=92")
 
 

@@ -9,21 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import machine
 import pytest
 import scripted
 from launching import Launched
-from machine import (
-    AT_ONCE_S,
-    GONE_S,
-    left_in_shared_memory,
-    listeners,
-    listening,
-    shared_memory,
-    wait_gone,
-)
-
-from launch import fork_server, worker
-from trainer.resilience import stop_signals
+from machine import AT_ONCE_S, GONE_S, wait_gone
 
 
 def test_a_final_exit_code_wins_over_an_earlier_secondary_exit(tmp_path: Path) -> None:
@@ -32,16 +22,11 @@ def test_a_final_exit_code_wins_over_an_earlier_secondary_exit(tmp_path: Path) -
         assert len(launch.notes("started")) == 2
 
 
-def test_no_rank_starts_if_the_trainer_refuses_its_arguments(tmp_path: Path) -> None:
-    with Launched(tmp_path / "refused", {}) as launch:
-        assert launch.end() == 2
-        assert launch.err == "no such data\n"
-
-
-def test_help_starts_no_rank_and_exits_with_0(tmp_path: Path) -> None:
-    with Launched(tmp_path / "helped", {}) as launch:
-        assert launch.end() == 0
-        assert (launch.out, launch.err) == ("usage\n", "")
+@pytest.mark.parametrize(("name", "ended"), [
+    ("refused", (2, "", "no such data\n")), ("helped", (0, "usage\n", ""))])
+def test_refused_arguments_and_help_start_no_rank(tmp_path, name, ended):
+    with Launched(tmp_path / name, {}) as launch:
+        assert (launch.end(), launch.out, launch.err) == ended
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
@@ -78,7 +63,7 @@ def test_one_ctrl_c_signals_each_rank_once(tmp_path: Path) -> None:
         # All sockets of the launcher, the fork server and the ranks listen on loopback only.
         sockets = {}
         for pid in {launch.process.pid, *launch.pids()}:
-            sockets |= listening(pid)
+            sockets |= machine.listening(pid)
 
         os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
         code = launch.end()
@@ -87,7 +72,7 @@ def test_one_ctrl_c_signals_each_rank_once(tmp_path: Path) -> None:
         assert set(sockets.values()) == {"0100007F"}
         assert sorted(note["rank"] for note in launch.notes("sigterm")) == [0, 1]
         assert wait_gone(launch.pids(), AT_ONCE_S) == set()
-        assert sockets.keys().isdisjoint(listeners())
+        assert sockets.keys().isdisjoint(machine.listeners())
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
@@ -110,18 +95,13 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
         assert wait_gone(launch.pids(), AT_ONCE_S) == set()
 
 
-def test_orphans_are_killed_within_5_s() -> None:
-    assert max(fork_server.ORPHAN_TIMEOUT_S, worker.ORPHAN_S, stop_signals.ORPHAN_LIMIT_S) < 5.0
-    assert AT_ONCE_S < fork_server.ORPHAN_TIMEOUT_S
-
-
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_all_processes_exit_5_s_after_the_launchers_death(tmp_path: Path, stopped: bool) -> None:
     script = {"0.0": "orphan", "0.1": "stubborn", "0.2": "stopped"}
-    before = shared_memory()
+    before = machine.shared_memory()
     with Launched(tmp_path / "run", script, num_ranks=3) as launch:
         launch.wait_notes("serving", 3)
-        sockets = listening(launch.process.pid)
+        sockets = machine.listening(launch.process.pid)
 
         if stopped:  # the fork server, too
             os.kill(launch.notes("started")[0]["server"], signal.SIGSTOP)
@@ -131,17 +111,6 @@ def test_all_processes_exit_5_s_after_the_launchers_death(tmp_path: Path, stoppe
 
         assert saved["time_s"] - killed_s < GONE_S
         assert wait_gone(launch.pids(), GONE_S - (time.monotonic() - killed_s)) == set()
-        assert left_in_shared_memory(before, {launch.process.pid, *launch.pids()}) == set()
+        assert machine.left_in_shared_memory(before, {launch.process.pid, *launch.pids()}) == set()
         assert len(sockets) == 1
-        assert sockets.keys().isdisjoint(listeners())
-
-
-def test_a_rank_without_launcher_and_fork_server_kills_itself(tmp_path: Path) -> None:
-    with Launched(tmp_path / "run", {"0.0": "stubborn"}) as launch:
-        [started] = launch.wait_notes("serving", 1) and launch.notes("started")
-
-        os.kill(started["server"], signal.SIGSTOP)
-        launch.process.kill()
-        os.kill(started["server"], signal.SIGKILL)
-
-        assert wait_gone(launch.pids(), GONE_S) == set()
+        assert sockets.keys().isdisjoint(machine.listeners())

@@ -19,7 +19,7 @@ from trainer.resilience.fault_injection import PHASES
 
 LIMIT_S = 2.0
 FLAGS = (*TAPE, "--task.validation=6", "--task.norm=batch", "--steps=40", "--eval.every=8",
-         "--checkpoint.every=5")  # fmt: skip
+         "--checkpoint.every=5")
 
 Places = tuple[tuple[str, int, int | None], ...]
 """Phase, rank and step of each fault."""
@@ -39,7 +39,7 @@ def start(run: Path, *arguments: str, task: str = "tape_task:Tape", limit: float
 
 def faults(kind: str, places: Places) -> list[str]:
     return [f"--inject={kind}:rank={rank}:phase={phase}" + ("" if step is None else f":step={step}")
-            for phase, rank, step in places]  # fmt: skip
+            for phase, rank, step in places]
 
 
 def everywhere(rank: int) -> Places:
@@ -50,19 +50,13 @@ def everywhere(rank: int) -> Places:
             ("data", rank, 27), ("step-end", rank, 28), *(saves if rank == 0 else ()))
 
 
-def killed_at_the_end(found: dict[str, Launch]) -> Iterator[dict[str, Launch]]:
-    yield found
-    for each in found.values():
-        each.kill()
-
-
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launch]]:
     """Concurrent launches, which mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
     for name in ("loader", "busy"):
         (folder / name).mkdir()
-    yield from killed_at_the_end({
+    found = {
         "straight": start(folder / "straight.run"),
         **{f"{kind} {number}": start(folder / f"{kind}-{number}.run", *faults(kind, places))
            for kind, both in (("hang", HANGS), ("stop", STOPS))
@@ -77,7 +71,10 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
                       limit=20),
         "alone": start(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": start(folder / "straight-alone.run", size=1),
-    })  # fmt: skip
+    }
+    yield found
+    for each in found.values():
+        each.kill()
 
 
 def check_same_bits(straight: Launch, disturbed: Launch) -> None:
@@ -86,11 +83,8 @@ def check_same_bits(straight: Launch, disturbed: Launch) -> None:
 
 
 def check_found_in_time(launch: Launch, places: Places) -> list[tuple[dict, dict]]:
-    """Each fault with its hang event, after checking that it was detected and restarted in time.
-
-    In time: within three times the limit plus a margin for a busy machine. Collectives would wait
-    for a minute.
-    """
+    """Each fault with its hang event, after checking that it was detected and restarted within
+    three times the limit plus a margin for a busy machine. Collectives would wait for a minute."""
     output = launch.end()
     faults, hangs = launch.events("fault"), launch.events("hang")
     assert [f["attempt"] for f in faults] == [h["attempt"] for h in hangs], output
@@ -198,31 +192,19 @@ def test_a_process_continued_after_sigstop_during_a_save_is_no_hang(tmp_path: Pa
     assert [e["fault"] for e in launch.events("fault")] == injected
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launch]]:
-    folder = tmp_path_factory.mktemp("many")
-    yield from killed_at_the_end({
-        "straight": start(folder / "straight.run"),
-        **{f"{kind} {rank}": start(folder / f"{kind}-{rank}.run", *faults(kind, everywhere(rank)))
-           for kind in ("hang", "stop") for rank in (0, 1)},
-        "torchrun": start(folder / "torchrun.run", *faults("stop", UNDER_TORCHRUN), by="torchrun"),
-    })  # fmt: skip
-
-
-UNDER_TORCHRUN: Places = (("forward", 0, 12), ("backward", 1, 20))
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "places"), [
-    *((f"{kind} {rank}", everywhere(rank)) for kind in ("hang", "stop") for rank in (0, 1)),
-    ("torchrun", UNDER_TORCHRUN)])
+@pytest.mark.parametrize(("kind", "places", "by"), [
+    *((kind, everywhere(rank), "launch") for kind in ("hang", "stop") for rank in (0, 1)),
+    ("stop", (("forward", 0, 12), ("backward", 1, 20)), "torchrun")])
 def test_hangs_and_stops_of_either_rank_in_each_phase_and_under_torchrun(
-    many: dict[str, Launch], name: str, places: Places
+    tmp_path: Path, kind: str, places: Places, by: str
 ) -> None:
-    check_found_in_time(many[name], places)
+    with start(tmp_path / "run", *faults(kind, places), by=by) as launch, start(
+            tmp_path / "straight") as straight:
+        check_found_in_time(launch, places)
 
-    check_same_bits(many["straight"], many[name])
+        check_same_bits(straight, launch)
 
 
 @pytest.mark.long
@@ -230,7 +212,7 @@ def test_hangs_and_stops_of_either_rank_in_each_phase_and_under_torchrun(
 def test_a_long_first_forward_and_a_long_validation_are_no_hang(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with start(tmp_path / "run", "--task.first-s=30", "--task.validation-s=5", "--steps=12",
-               "--eval.every=6", task="failing_task:Failing", limit=3) as launch:  # fmt: skip
+               "--eval.every=6", task="failing_task:Failing", limit=3) as launch:
         launch.end()
 
     assert time.monotonic() - began_s > 40

@@ -9,17 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import machine
 import pytest
 from launches import Launch, finish
-from machine import (
-    GONE_S,
-    alive,
-    left_in_shared_memory,
-    listeners,
-    listening,
-    shared_memory,
-    wait_gone,
-)
+from machine import GONE_S, alive, wait_gone
 from runs import TAPE
 
 from benchmarks.chaos_run import children
@@ -28,17 +21,15 @@ from trainer.storage.files import read_json
 
 STEPS = 200
 FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
-         f"--steps={STEPS}", "--checkpoint.every=50", "--log.level=warning")  # fmt: skip
+         f"--steps={STEPS}", "--checkpoint.every=50", "--log.level=warning")
 
 
 class Run:
-    """A run folder and its launches, which have their own temporary folder."""
-
     def __init__(self, folder: Path, by: str) -> None:
         self.path, self.by = folder / "run", by
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
-        self.shared = shared_memory()
+        self.shared = machine.shared_memory()
 
     @contextmanager
     def launch(self) -> Iterator[Launch]:
@@ -53,19 +44,16 @@ class Run:
             launch.process.wait()
 
     def wait_step(self, launch: Launch, step: int, *, attempt: int = 0) -> None:
-        """Wait until the run has reached a step in the given or a later attempt."""
         launch.wait(lambda: launch.step() >= step and (
             read_json(self.path / "run.json") or {})["attempt"] >= attempt, f"step {step}")
 
     def check_all_gone(self, pids: list[int], sockets: dict[str, str], killed_s: float) -> None:
-        """Assert that processes, shared memory and sockets are gone within `GONE_S`."""
         assert wait_gone(set(pids), GONE_S - (time.monotonic() - killed_s)) == set()
-        assert left_in_shared_memory(self.shared, pids) == set()
-        assert sockets.keys().isdisjoint(listeners())
+        assert machine.left_in_shared_memory(self.shared, pids) == set()
+        assert sockets.keys().isdisjoint(machine.listeners())
 
     def check_nothing_is_left(self) -> None:
-        """No files in the temporary folder, except torch's cache and torchrun's logs."""
-        assert [path.name for path in self.temporary.iterdir()
+        assert [path.name for path in self.temporary.iterdir()  # torch's cache, torchrun's logs
                 if not path.name.startswith(("torchinductor_", "torchelastic_"))] == []
 
 
@@ -81,14 +69,14 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         assert wait_gone(set(pids) - {pids[0], server}, GONE_S) == set()
         run.wait_step(first, 50, attempt=1)
 
-        pids, sockets = first.tree(), listening(first.process.pid)
+        pids, sockets = first.tree(), machine.listening(first.process.pid)
         killed_s = time.monotonic()
         first.process.kill()
         with run.launch() as second:  # while the orphans are still alive
             run.check_all_gone(pids, sockets, killed_s)
             run.wait_step(second, 70, attempt=2)
 
-            pids, sockets = second.tree(), listening(second.process.pid)
+            pids, sockets = second.tree(), machine.listening(second.process.pid)
             workers = [pid for rank in second.ranks() for pid in children(rank)]
             assert len(workers) == 4
             killed_s = time.monotonic()
@@ -104,7 +92,7 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         os.kill(server, signal.SIGKILL)
         run.wait_step(third, 110, attempt=4)
         assert not any(map(alive, [server, *pids]))
-        pids, sockets = third.tree(), listening(third.process.pid)
+        pids, sockets = third.tree(), machine.listening(third.process.pid)
         third.end()
         run.check_all_gone(pids, sockets, time.monotonic())
 
@@ -119,7 +107,7 @@ def test_nothing_is_left_behind_by_plain_torchrun_either(tmp_path: Path) -> None
     run = Run(tmp_path, "torchrun")
     with run.launch() as first:
         run.wait_step(first, 40)
-        pids, sockets = first.tree(), listening(first.process.pid)
+        pids, sockets = first.tree(), machine.listening(first.process.pid)
         assert len(pids) == 1 + 2 + 2 * 2
         killed_s = time.monotonic()
         first.process.kill()

@@ -32,11 +32,11 @@ def training(folder: Path, *more: str) -> list[str]:
     return ["--task=paced_task:Paced", f"--task.hurry={folder / 'hurry'}", "--device=cpu",
             "--batch.global-size=8", "--batch.micro-size=2", "--data.workers=0",
             "--checkpoint.every=20", f"--steps={STEPS}",
-            "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]  # fmt: skip
+            "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]
 
 
 def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> list[Launch]:
-    """A node with one rank, which hosts the store, and one with two; each has its own folder."""
+    """A node with one rank, which hosts the store, and one with two, with a folder each."""
     options = [f"--nnodes={nnodes}", "--max-restarts=0",
                f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]
     return [Launch(folder / f"node{number}", *training(folder, *more), size=number + 1,
@@ -60,11 +60,10 @@ def reach(step: int, *running: Launch) -> None:
 
 def time_to_first_step(*running: Launch, since: float) -> float:
     """Seconds from `since` (wall clock) to the first step of a later attempt."""
-    def first() -> list[float]:
-        return [e["time"] for e in running[0].events("first-step") if e["time"] > since]
-
-    wait_until(first, "the first step of the next attempt", *running)
-    return first()[0] - since
+    first = wait_until(lambda: [
+        e["time"] for e in running[0].events("first-step") if e["time"] > since],
+        "the first step of the next attempt", *running)
+    return first[0] - since
 
 
 def epochs(run: Path) -> list[list[int]]:
@@ -113,11 +112,9 @@ def test_deaths_of_whole_nodes_change_no_bit_if_all_return(tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("more", [
-    # Batch norm statistics depend on how many micro-batches are computed in parallel,
-    ["--task.norm=group"],
-    # unless each micro-batch has its own.
-    ["--task.norm=batch", "--parallel.reduction=canonical"],
-], ids=["ddp", "canonical"])  # fmt: skip
+    ["--task.norm=group"],  # batch norm's statistics depend on the micro-batches run in parallel,
+    ["--task.norm=batch", "--parallel.reduction=canonical"],  # unless each has its own
+], ids=["ddp", "canonical"])
 def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more) -> None:
     with two_hosts() as hosts:
         a, b = nodes(hosts, tmp_path, "1:2", *more)
@@ -197,7 +194,7 @@ def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folde
     (9, ["--inject=raise:step=20:rank=1:always"], 76),
     (0, ["--inject=nan:step=20:rank=1", "--nonfinite.max-total=0"], 77),
     (0, ["--batch.global-size=16"], 2),
-])  # fmt: skip
+])
 def test_all_nodes_exit_with_the_same_code(
     tmp_path: Path, restarts: int, more: list[str], code: int
 ) -> None:
@@ -261,13 +258,10 @@ def test_a_port_in_use_is_an_error_that_names_port_and_option(tmp_path: Path) ->
 
 def test_one_node_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
+        "import sys\n"
         "def hook(event, args):\n"
         "    if event == 'pickle.find_class':\n"
-        f"        fd = os.open({str(tmp_path / 'unpickled')!r}, os.O_WRONLY | os.O_CREAT\n"
-        "                     | os.O_APPEND)\n"
-        "        os.write(fd, f'{args}\\n'.encode())\n"
-        "        os.close(fd)\n"
+        f"        print(args, file=open({str(tmp_path / 'unpickled')!r}, 'a'), flush=True)\n"
         "sys.addaudithook(hook)\n")
     with Launch(tmp_path / "run", *training(tmp_path),
                 PYTHONPATH=os.pathsep.join([str(tmp_path), PATH])).start() as launch:

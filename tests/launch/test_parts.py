@@ -11,7 +11,7 @@ import pytest
 
 from launch.fork_server import load_entry
 from launch.output import Output
-from launch.progress import RunFollower
+from launch.progress import RunProgress, read_progress
 
 
 def append(path: Path, *lines: dict[str, object] | str) -> None:
@@ -21,41 +21,20 @@ def append(path: Path, *lines: dict[str, object] | str) -> None:
             file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
 
 
-def test_progress_is_a_save_of_a_later_step_than_before(tmp_path: Path) -> None:
-    events, progress, advances = tmp_path / "events.jsonl", RunFollower(), []
-    for step in (4, 4, 3, 5):
-        append(events, {"event": "save", "at_step": step, "step": step + 3})
-        progress.update(str(tmp_path))
-        advances.append(progress.has_advanced())
-
-    assert advances == [True, False, False, True]
-
-
 def test_lost_steps_are_those_between_the_last_save_and_the_last_step(tmp_path: Path) -> None:
-    events, metrics, progress = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", RunFollower()
+    events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"
 
-    assert progress.steps_lost is None
+    assert read_progress(tmp_path).steps_lost is None
     append(events, {"event": "restore", "at_step": 5}, {"event": "save", "at_step": 9}, "{to")
     append(metrics, {"step": 11}, {"step": 12}, '{"step": 1')
-    progress.update(str(tmp_path))
-    assert progress.steps_lost == 3
+    assert read_progress(tmp_path) == RunProgress(12, 9, 3)
     append(events, {"event": "fault", "at_step": 15, "step": 14})  # during step 15
-    progress.update(str(tmp_path))
-    assert progress.steps_lost == 5
+    assert read_progress(tmp_path).steps_lost == 5
+    append(events, {"event": "save", "at_step": 4})
+    assert read_progress(tmp_path).saved_step == 9
     append(events, {"event": "restore", "at_step": 9})
     metrics.unlink()
-    progress.update(str(tmp_path))
-    assert progress.steps_lost == 0
-
-
-def test_a_missing_run_folder_means_unknown_progress(tmp_path: Path) -> None:
-    progress = RunFollower()
-
-    progress.update(None)
-    progress.update(str(tmp_path / "nowhere"))
-
-    assert progress.steps_lost is None
-    assert not progress.has_advanced()
+    assert read_progress(tmp_path) == RunProgress(9, 9, 0)
 
 
 def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None:
@@ -70,8 +49,7 @@ def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None
 
     with target:
         assert Path(target.name).read_text() == (
-            "[rank 1] one\n[rank 1] two\n[rank 1] three\n[rank 1] \n[rank 1] four\n"
-        )
+            "[rank 1] one\n[rank 1] two\n[rank 1] three\n[rank 1] \n[rank 1] four\n")
 
 
 def test_a_closed_terminal_does_not_block_the_ranks() -> None:
@@ -89,24 +67,15 @@ def test_a_closed_terminal_does_not_block_the_ranks() -> None:
     os.close(broken_fd)
 
 
-@pytest.mark.parametrize(
-    ("source", "code", "words"),
-    [
-        ("import no_such_module\ndef main(argv): ...", 2, "No module named 'no_such_module'"),
-        ("x = 1", 2, "has no attribute 'main'"),
-        ("raise SystemExit('not here')", 2, "not here"),
-        ("def main(argv): ...\ndef preload(argv): raise SystemExit", 0, ""),
-        ("def main(argv): ...\ndef preload(argv): return 76", 76, ""),
-    ],
-)
+@pytest.mark.parametrize(("source", "code", "words"), [
+    ("import no_such_module\ndef main(argv): ...", 2, "No module named 'no_such_module'"),
+    ("x = 1", 2, "has no attribute 'main'"),
+    ("raise SystemExit('not here')", 2, "not here"),
+    ("def main(argv): ...\ndef preload(argv): raise SystemExit", 0, ""),
+    ("def main(argv): ...\ndef preload(argv): return 76", 76, ""),
+])
 def test_an_invalid_entry_point_is_an_error_before_any_rank_starts(
-    source: str,
-    code: int,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+        source, code, words, tmp_path, monkeypatch, capsys):
     (tmp_path / "some_entry.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "some_entry", raising=False)

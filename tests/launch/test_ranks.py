@@ -8,23 +8,34 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from launch import fork_server
+from launch import fork_server, workers
 from launch.output import Output
 from launch.signals import LauncherStop
-from launch.workers import Workers
 
 
 @contextmanager
-def served() -> Iterator[tuple[Workers, socket.socket]]:
-    """The object under test, and the fork server's end of its connection."""
+def started(*pids: int) -> Iterator[tuple[workers.Workers, socket.socket, list[socket.socket]]]:
+    """Ranks with these pids, the fork server's end of its connection, the ranks' channels."""
     control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stop = LauncherStop()
     stop.wakeup_fd, write_fd = os.pipe()
-    yield Workers((0, control), entry="", argv=[], stop=stop, output=Output()), server
+    ranks = workers.Workers((0, control), entry="", argv=[], stop=stop, output=Output())
+    pairs = [socket.socketpair() for _ in pids]
+    for rank, (pid, (ours, _)) in enumerate(zip(pids, pairs, strict=True)):
+        fork_server.send(server, {"started": rank, "pid": pid},
+                         [os.pidfd_open(os.getpid() if pid < 0 else pid), ours.fileno()])
+        ours.close()
+    ranks.start({rank: {"RANK": str(rank)} for rank in range(len(pids))})
+    yield ranks, server, [theirs for _, theirs in pairs]
+    for rank, (pid, (_, theirs)) in enumerate(zip(pids, pairs, strict=True)):
+        fork_server.send(server, {"exited": pid, "code": rank})
+        theirs.close()
+    while ranks.living:
+        ranks.wait(10.0)
     for fd in (stop.wakeup_fd, write_fd):
         os.close(fd)
     control.close()
@@ -33,17 +44,11 @@ def served() -> Iterator[tuple[Workers, socket.socket]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_exits_that_arrive_together_with_closed_channels_are_reported(num_ranks: int) -> None:
-    with served() as (ranks, server):
-        channels = [socket.socketpair() for _ in range(num_ranks)]
-        for rank, (ours, _) in enumerate(channels):
-            started = {"started": rank, "pid": 1000 + rank}
-            fork_server.send(server, started, [os.pidfd_open(os.getpid()), ours.fileno()])
-        ranks.start({rank: {"RANK": str(rank)} for rank in range(num_ranks)})
-
-        for rank, (ours, theirs) in enumerate(channels):
-            fork_server.send(server, {"exited": 1000 + rank, "code": rank})
-            theirs.close()
-            ours.close()
+    pids = [-rank for rank in range(1, num_ranks + 1)]
+    with started(*pids) as (ranks, server, channels):
+        for rank, (pid, channel) in enumerate(zip(pids, channels, strict=True)):
+            fork_server.send(server, {"exited": pid, "code": rank})
+            channel.close()
         exits = []
         while len(exits) < num_ranks:
             exits += ranks.wait(10.0)
@@ -52,29 +57,20 @@ def test_exits_that_arrive_together_with_closed_channels_are_reported(num_ranks:
         assert ranks.living == []
 
 
-def test_only_a_rank_that_stays_stopped_is_killed() -> None:
-    with served() as (ranks, server):
-        processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-                     for _ in range(2)]  # fmt: skip
-        channels = [socket.socketpair() for _ in processes]
-        for rank, process in enumerate(processes):
-            started = {"started": rank, "pid": process.pid}
-            fork_server.send(server, started,
-                             [os.pidfd_open(process.pid), channels[rank][0].fileno()])
-        ranks.start({rank: {"RANK": str(rank)} for rank in range(2)})
+def test_only_a_rank_that_stays_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CHECK_S", 0.0)
+    monkeypatch.setattr(workers, "RANK_CHECKS", 2)
+    with ExitStack() as stack:
+        runs, stops = (stack.enter_context(subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"])) for _ in range(2))
+        stack.callback(runs.kill)
+        stack.callback(stops.kill)
+        with started(runs.pid, stops.pid) as (ranks, *_):
+            os.kill(stops.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, stops.pid, os.WSTOPPED | os.WNOWAIT)
+            ranks.wait(0.0)
+            assert stops.poll() is None
+            ranks.wait(0.0)
 
-        os.kill(processes[1].pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
-        killed = [ranks.kill_stopped(checks=2) for _ in range(3)]
-
-        assert killed == [[], [1], []]
-        assert processes[1].wait(100) == -signal.SIGKILL
-        assert processes[0].poll() is None
-        processes[0].kill()
-        processes[0].wait()
-        for process, (ours, theirs) in zip(processes, channels, strict=True):
-            fork_server.send(server, {"exited": process.pid, "code": -9})
-            ours.close()
-            theirs.close()
-        while ranks.living:
-            ranks.wait(10.0)
+            assert stops.wait(100) == -signal.SIGKILL
+            assert runs.poll() is None

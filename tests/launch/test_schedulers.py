@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,35 +44,30 @@ class Batch:
     """`train.sbatch` as Slurm runs it, with fake srun and scontrol that log their calls."""
 
     def __init__(self, folder: Path, *arguments: str, code: int, nodes: int = 1, hold: bool = False,
-                 state: str = "RUNNING", srun: str = SRUN, **more: str) -> None:  # fmt: skip
-        for name, text in (("srun", srun), ("scontrol", SCONTROL)):
+                 state: str = "RUNNING", **more: str) -> None:
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         self.log = folder / "calls"
-        env = {
-            **os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-            "CALLS": str(self.log), "CODE": str(code), "HOLD": "1" * hold, "STATE": state,
-            "SLURM_JOB_ID": "10123", "SLURM_JOB_NUM_NODES": str(nodes),
-            "SLURM_JOB_NODELIST": "n[07-08]", **more,
-        }  # fmt: skip
+        env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+               "CALLS": str(self.log), "CODE": str(code), "HOLD": "1" * hold, "STATE": state,
+               "SLURM_JOB_ID": "10123", "SLURM_JOB_NUM_NODES": str(nodes),
+               "SLURM_JOB_NODELIST": "n[07-08]", **more}
         self.process = subprocess.Popen(
             ["bash", str(LAUNCH / "slurm/train.sbatch"), *arguments], env=env, cwd=ROOT)
 
     def calls(self, command: str) -> list[str]:
-        """The arguments of each call of a command so far."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [line.partition(" ")[2] for line in lines if line.startswith(command)]
 
     def end(self) -> int:
-        """Wait for the script; returns its exit code."""
         return self.process.wait(200)
 
 
-@pytest.mark.parametrize("code", [0, 76])
-def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_path):
-    batch = Batch(tmp_path, code=code)
+def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(tmp_path):
+    batch = Batch(tmp_path, code=76)
 
-    assert batch.end() == code
+    assert batch.end() == 76
     assert batch.calls("scontrol") == []
 
 
@@ -82,7 +75,7 @@ def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_pat
     (signal.SIGUSR1, "RUNNING", True),  # the time limit
     (signal.SIGTERM, "RUNNING", True),  # preempted, during the grace time
     (signal.SIGTERM, "COMPLETING", False),  # cancelled
-])  # fmt: skip
+])
 def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(number, state, again, tmp_path):
     batch = Batch(tmp_path, code=75, hold=True, state=state)
     wait_for(lambda: batch.calls("srun"), 1)
@@ -100,7 +93,7 @@ def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_pa
     two.mkdir()
     single = Batch(one, "--run-dir", "runs/a b", code=0, NPROC="3", PYTHON="py")
     double = Batch(two, "--steps=1", code=0, nodes=2, SLURM_GPUS_ON_NODE="8", MIN_NODES="2",
-                   SLURM_CPUS_PER_TASK="32")  # fmt: skip
+                   SLURM_CPUS_PER_TASK="32")
 
     assert single.end() == double.end() == 0
     step = "--no-kill --kill-on-bad-exit=0"
@@ -109,24 +102,6 @@ def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_pa
     assert double.calls("srun") == [
         f"{step} --cpus-per-task=32 python -m launch --nproc-per-node 8 --max-restarts 3"
         " --nnodes 2:2 --rdzv-endpoint n07:20123 -- --steps=1"]
-
-
-@pytest.mark.long
-def test_a_real_run_is_stopped_requeued_and_completed(tmp_path):
-    srun = '#!/bin/bash\necho "srun $*" >> "$CALLS"\nshift 2\nexec "$@"\n'
-    arguments = ["--run-dir", str(tmp_path / "run"), "--task", "benchmarks.chaos_task:Chaos",
-                 "--steps=1000", "--device=cpu", "--world.threads=1", "--batch.global-size=8",
-                 "--batch.micro-size=4"]  # fmt: skip
-    first = Batch(tmp_path, *arguments, code=0, srun=srun, PYTHON=sys.executable, NPROC="2")
-    events = tmp_path / "run/events.jsonl"
-    wait_for(lambda: [e for e in [events] if e.exists() and "first-step" in e.read_text()], 1)
-
-    first.process.send_signal(signal.SIGUSR1)
-
-    assert first.end() == 75
-    assert first.calls("scontrol")[-1] == "requeue 10123"
-    again = Batch(tmp_path, *arguments, code=0, srun=srun, PYTHON=sys.executable, NPROC="2")
-    assert again.end() == 0
 
 
 # --- Kubernetes
@@ -153,7 +128,7 @@ def job_specs() -> dict[str, tuple[dict, dict]]:
     ("job.yaml", "Job", "IoK8sApiBatchV1Job"),
     ("trainjob.yaml", "TrainingRuntime", "TrainerV1alpha1TrainingRuntime"),
     ("trainjob.yaml", "TrainJob", "TrainerV1alpha1TrainJob"),
-])  # fmt: skip
+])
 def test_a_manifest_conforms_to_the_published_schema(name, kind, model):
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="needs the test extra: pip install -e '.[test]'")
@@ -176,7 +151,7 @@ def test_each_exit_code_has_a_rule(name):
         actions |= {code: rule["action"] for code in codes["values"]}
 
     assert actions == {**dict.fromkeys(NEVER_AGAIN, "FailJob"), EXIT_STOPPED: "Ignore",
-                       "disruption": "Ignore"}  # fmt: skip
+                       "disruption": "Ignore"}
     assert pod["restartPolicy"] == "Never"  # else Kubernetes refuses the policy
     assert pod["terminationGracePeriodSeconds"] > GRACE_S
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -195,21 +170,6 @@ def test_the_launcher_accepts_the_arguments_of_a_manifest(name):
     given = [re.sub(r"\$\((\w+)\)", lambda m: set_by_kubeflow[m[1]], a) for a in arguments]
     found = options.parse_options(given)
     assert found.trainer_argv == ("--run-dir=/runs/mine",)
-
-
-def test_the_sizes_and_names_of_the_job_agree():
-    found = manifests("job.yaml")
-    job, service = found["Job"], found["Service"]
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    given = dict(a.removeprefix("--").split("=") for a in container["args"] if "=" in a)
-
-    assert spec["completions"] == spec["parallelism"] == int(given["nnodes"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(given["nproc-per-node"])
-    name, namespace = job["metadata"]["name"], service["metadata"]["name"]
-    assert pod["subdomain"] == namespace
-    assert given["rdzv-endpoint"].startswith(f"{name}-0.{namespace}:")
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
 
 
 # --- systemd
@@ -233,19 +193,6 @@ def test_the_unit_restarts_only_if_a_restart_can_help():
     assert dataclasses.replace(options.parse_options(words[3:]),
                                nproc_per_node=1) == options.Options(
         trainer_argv=("--run-dir", "runs/mine"))
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
-def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
-    text = (LAUNCH / "systemd/trainer.service").read_text()
-    unit = tmp_path / "trainer.service"
-    unit.write_text(text.replace("/srv/trainer/.venv/bin/python", sys.executable))
-
-    checked = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True,
-                             text=True, check=False)  # fmt: skip
-
-    warnings = [line for line in checked.stderr.splitlines() if "trainer.service" in line]
-    assert (checked.returncode, warnings) == (0, [])
 
 
 # --- the wheel

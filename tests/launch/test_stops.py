@@ -29,44 +29,28 @@ from trainer.commands.inspect import inspect
 from trainer.resilience import processes
 
 TASK = [*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--task.dropout=0.2",
-        "--world.threads=1", "--checkpoint.every=1000"]  # fmt: skip
+        "--world.threads=1", "--checkpoint.every=1000"]
 GRACE_S = 30.0
 DEADLINE_S = 200.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
-    """When and how a launch is stopped.
+    """When and how a launch is stopped."""
 
-    Attributes:
-        when: a regular expression that a line of events.jsonl or of the output must match first;
-            "": immediately.
-        after_s: seconds to wait after the match.
-        who: "launcher", "rank 0", "rank 1", "ranks", "all" (every process), or "orphans": the
-            ranks, with their loader processes killed as well.
-        number: the signal.
-        times: how often it is sent.
-        gap_s: seconds between two signals.
-    """
-
-    when: str = ""
-    after_s: float = 0.0
+    when: str = ""  # regular expression that events.jsonl or the output must match first
+    after_s: float = 0.0  # seconds to wait after the match
     who: str = "launcher"
+    """Or "rank 0", "rank 1", "ranks", "all" processes, "orphans": ranks without loader processes"""
     number: int = signal.SIGTERM
     times: int = 1
-    gap_s: float = 0.0
+    gap_s: float = 0.0  # seconds between two signals
 
 
 def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
             env: Mapping[str, str] = {}) -> tuple[int | None, float]:
-    """In a fork of a process that has imported everything, launch `size` ranks and stop them.
-
-    Args:
-        size: number of ranks; 0: `python -m trainer` without a launcher.
-
-    Returns:
-        Exit code, and seconds since the first signal.
-    """
+    """In a fork of a process that has imported everything, launch `size` ranks (0: `python -m
+    trainer`) and stop them; returns the exit code, and the seconds since the first signal."""
     os.environ.update(env)
     warnings.simplefilter("ignore")
     log = Path(run).with_suffix(".log")
@@ -101,7 +85,6 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
 
 
 def alone(arguments: list[str], log: Path) -> int:
-    """Start a process that trains without a launcher; returns its pid."""
     if pid := os.fork():
         return pid
     os.setpgid(0, 0)
@@ -114,7 +97,6 @@ def alone(arguments: list[str], log: Path) -> int:
 
 
 def send_signal(launcher: int, stop: Stop) -> None:
-    """Send the signal of a stop to its targets."""
     if stop.who == "launcher":
         os.kill(launcher, stop.number)
         return
@@ -137,7 +119,6 @@ def listens(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def start(ranks: Any) -> Callable[..., tuple[int | None, float]]:
-    """`start(run, size, arguments, stop, **slow)`: exit code, and seconds since the signal."""
     def started(run: Path, size: int, arguments: Sequence[str], stop: Stop | None = None,
                  **slow: float) -> tuple[int | None, float]:
         env = {f"SLOW_{key}_S": str(value) for key, value in slow.items()}
@@ -149,7 +130,6 @@ def start(ranks: Any) -> Callable[..., tuple[int | None, float]]:
 
 @pytest.fixture(scope="module")
 def finish(start: Any) -> Callable[..., Path]:
-    """`finish(run, arguments)`: launch 2 ranks, which complete the run."""
     def finished(run: Path, arguments: Sequence[str], size: int = 2) -> Path:
         assert start(run, size, arguments)[0] == 0, log(run)
         return run
@@ -159,7 +139,7 @@ def finish(start: Any) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def until_done(start: Any, finish: Any) -> Callable[..., list[int | None]]:
-    """Launch once per stop, then once more until completion; returns the codes of the former."""
+    """Launch once per stop, whose codes are returned, then until completion."""
     def done(run: Path, arguments: Sequence[str], stops: Sequence[Stop],
              **slow: float) -> list[int | None]:
         ends = [start(run, 2, arguments, stop, **slow) for stop in stops]
@@ -172,9 +152,7 @@ def until_done(start: Any, finish: Any) -> Callable[..., list[int | None]]:
 
 @pytest.fixture(scope="module")
 def straight(finish: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of 80 steps."""
-    return finish(tmp_path_factory.mktemp("undisturbed") / "straight",
-                  ["--steps=80"])
+    return finish(tmp_path_factory.mktemp("undisturbed") / "straight", ["--steps=80"])
 
 
 def log(run: Path) -> str:

@@ -21,7 +21,7 @@ FLAGS = (*TAPE, "--task.norm=batch", "--checkpoint.every=1000", "--steps=40")
 def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn):
     arguments = [*FLAGS, f"--parallel.sync-bn={sync_bn}", "--task.dropout=0.2"]
     deaths = [(5, 0, "backward"), (12, size - 1, "forward"), (19, 1, "optimizer"),
-              (20, 0, "step-end"), (31, size - 1, "backward")]  # fmt: skip
+              (20, 0, "step-end"), (31, size - 1, "backward")]
     faults = [f"--inject=kill:step={s}:rank={r}:phase={p}" for s, r, p in deaths]
 
     straight = finish(tmp_path / "straight", *arguments, size=size)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from trainer.__main__ import main
-from trainer.commands.profile import OPERATIONS
 
 
 def profiled(*arguments: str) -> int:
@@ -24,8 +23,8 @@ def test_phases_and_operations_are_printed_and_the_trace_is_complete(ranks, tmp_
         assert f"\n{phase} " in phases
     shares = [float(line.split()[-2]) for line in phases.splitlines() if line.endswith("%")]
     assert 99 < sum(shares) < 101
-    lines = operations[operations.index("operation (on the CPU)"):].splitlines()[1:]
-    assert len(lines) == OPERATIONS
+    assert "Self CPU %" in operations
+    assert "aten::" in operations
     trace, = Path(tmp_path).glob("*.pt.trace.json")
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     assert sum(name == "phase: forward" for name in names) == 3 * 2

@@ -14,12 +14,8 @@ from trainer.resilience.stop_signals import StopSignals
 
 
 def main(folder: Path, code: int, scenario: str) -> int:
-    """Run one rank.
-
-    Args:
-        scenario: `all`: all ranks end by themselves; `signal`: after a signal; `alone`: local rank
-            0 never ends; `late`: the other ranks end only after torchrun's SIGTERM.
-    """
+    """`all`: all ranks end by themselves; `signal`: after a signal; `alone`: local rank 0 never
+    ends; `late`: the other ranks end only after torchrun's SIGTERM."""
     stop, agent = StopSignals(), os.getppid()
     stop.install()
     stop.shield()

@@ -15,20 +15,15 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("handshake_worker.py")
 
 
-def test_the_second_attempt_forms_its_group_after_a_sigkill(tmp_path: Path) -> None:
-    assert _attempts_with_a_kill_in_the_first(tmp_path, 2, victim=1) == [1]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_second_attempt_forms_its_group_6_times_of_6(tmp_path: Path, num_ranks: int) -> None:
-    formed = []
-    for number in range(6):
+@pytest.mark.parametrize(("num_ranks", "times"), [(2, 1), *(
+    pytest.param(size, 6, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for size in (2, 3))])
+def test_the_second_attempt_forms_its_group_after_a_sigkill(
+    tmp_path: Path, num_ranks: int, times: int
+) -> None:
+    for number in range(times):
         folder = tmp_path / str(number)
         folder.mkdir()
-        formed.append(_attempts_with_a_kill_in_the_first(folder, num_ranks, number % num_ranks))
-    assert formed == [[1]] * 6
+        assert _attempts_with_a_kill_in_the_first(folder, num_ranks, number % num_ranks) == [1]
 
 
 def _attempts_with_a_kill_in_the_first(folder: Path, num_ranks: int, victim: int) -> list[int]:

@@ -21,8 +21,24 @@ WORKER = Path(__file__).with_name("leaving_worker.py")
 ONE_ATTEMPT = ["left 0 0 soon", "left 0 1 soon", "started 0 0", "started 0 1"]
 
 
+@pytest.mark.parametrize(("scenario", "code", "number", "notes"), [
+    ("signal", 75, signal.SIGTERM, ONE_ATTEMPT),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("signal", 75, signal.SIGINT, ONE_ATTEMPT),
+        ("late", 2, 0, ONE_ATTEMPT),  # ends after torchrun's own signal
+        ("alone", 2, 0, ["left 0 1 late", "started 0 0", "started 0 1"])))])
+def test_an_end_by_the_trainer_or_a_signal_is_one_attempt(
+        tmp_path: Path, scenario: str, code: int, number: int, notes: list[str]) -> None:
+    with _torchrun(tmp_path, code, scenario) as torchrun:
+        if number:
+            _wait_for(tmp_path, ["started 0 0", "started 0 1"])
+            torchrun.send_signal(number)
+        assert torchrun.wait(200) != 0
+    _wait_for(tmp_path, notes)  # after a second signal, torchrun may exit before its ranks
+
+
 @pytest.mark.long
-def test_an_end_by_the_trainer_is_one_attempt_and_a_failure_is_restarted(tmp_path: Path) -> None:
+def test_an_end_of_all_ranks_is_one_attempt_and_a_failure_is_restarted(tmp_path: Path) -> None:
     with _torchrun(tmp_path, 76, "all") as torchrun:
         assert torchrun.wait(200) != 0
     # A rank that is still starting when local rank 0 exits is killed by torchrun's SIGTERM.
@@ -31,28 +47,6 @@ def test_an_end_by_the_trainer_is_one_attempt_and_a_failure_is_restarted(tmp_pat
     with _torchrun(tmp_path, 1, "all", max_restarts=1) as torchrun:
         assert torchrun.wait(200) == 1
     assert {note.split()[1] for note in _notes(tmp_path)} == {"0", "1"}
-
-
-@pytest.mark.parametrize(("number", "code", "scenario"), [
-    (signal.SIGTERM, 75, "signal"),
-    pytest.param(signal.SIGINT, 75, "signal", marks=pytest.mark.long),
-    pytest.param(0, 2, "late", marks=pytest.mark.long),  # it ends after torchrun's own signal
-])
-def test_an_end_by_or_after_a_signal_is_one_attempt_without_delay(
-        tmp_path: Path, number: int, code: int, scenario: str) -> None:
-    with _torchrun(tmp_path, code, scenario) as torchrun:
-        if number:
-            _wait_for(tmp_path, ["started 0 0", "started 0 1"])
-            torchrun.send_signal(number)
-        assert torchrun.wait(200) != 0
-    _wait_for(tmp_path, ONE_ATTEMPT)  # after a second signal, torchrun may exit before its ranks
-
-
-@pytest.mark.long
-def test_an_end_that_local_rank_0_never_reaches_is_one_attempt(tmp_path: Path) -> None:
-    with _torchrun(tmp_path, 2, "alone") as torchrun:
-        assert torchrun.wait(200) != 0
-    assert _notes(tmp_path) == ["left 0 1 late", "started 0 0", "started 0 1"]
 
 
 @contextmanager

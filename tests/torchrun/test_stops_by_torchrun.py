@@ -15,7 +15,7 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
 FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
-         "--checkpoint.every=1000")  # fmt: skip
+         "--checkpoint.every=1000")
 
 
 def torchrun(run: Path, *arguments: str, **env: str) -> Launch:
@@ -40,8 +40,7 @@ def test_a_signal_to_one_rank_is_one_attempt_and_all_stop_at_the_same_step(tmp_p
 @pytest.mark.parametrize("faults", [
     ("kill:rank=1:step=8", "slow:rank=0:step=8:seconds=3"),
     pytest.param(("kill:rank=1:phase=data:attempt=0", "slow:phase=data:attempt=0:seconds=5"),
-                 marks=pytest.mark.long),
-])  # fmt: skip
+                 marks=pytest.mark.long)])
 def test_the_signal_after_a_death_is_no_stop(tmp_path: Path, faults: tuple[str, ...]) -> None:
     with torchrun(tmp_path / "run", "--steps=12", *(f"--inject={f}" for f in faults)) as launch:
         launch.end()

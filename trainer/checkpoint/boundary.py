@@ -16,17 +16,22 @@ from trainer.telemetry.status import Status
 class StepBoundary:
     """Copies of the buffers at the last step boundary, and the lock of its state.
 
-    The lock is free from the beginning of a step to its update. In that time parameters, optimizer,
-    progress and the copies of the buffers are those of the boundary; another thread that takes the
-    lock may save them, and the main thread can't update any more.
+    The lock is free from the beginning of a step to its update: so long, parameters, optimizer,
+    progress and the copies are those of the boundary. Another thread that takes the lock may save
+    them, and the main thread can't update any more.
     """
 
     def __init__(self, model: nn.Module, status: Status) -> None:
         self.buffers = Buffers(model)
+        self.only_buffers_change = False
+        """Whether a forward changes nothing else of the state, as the warm-up has found."""
         self._status, self._lock = status, threading.Lock()
         self._holds_lock = self._lock.acquire()  # of the main thread
         self._device = next(model.parameters()).device
         self._event = torch.cuda.Event() if self._device.type == "cuda" else None
+
+    def note_constant_parameters(self) -> None:
+        self.only_buffers_change = True
 
     def begin_step(self) -> None:
         """Copy the buffers, and let other threads save the boundary."""
@@ -45,8 +50,10 @@ class StepBoundary:
         return self._holds_lock
 
     def take(self) -> bool:
-        """Take the lock in another thread; returns whether it was free."""
-        return self._lock.acquire(blocking=False)
+        """Take the lock in another thread, which may save the boundary then. Returns False if it
+        isn't free, or if this step has changed more than the buffers in their storage."""
+        return (self.only_buffers_change and not self.buffers.was_reassigned
+                and self._lock.acquire(blocking=False))
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which another thread reads the state: on a GPU, a side stream that waits only

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,16 +51,8 @@ class SaveJob:
     facts: dict[str, Any]
     protect: set[int]
     """Steps whose checkpoints are not pruned."""
-    copied: threading.Event = field(default_factory=threading.Event)
-    """Set once parameters and optimizer state may change again."""
+    is_published: bool = False
     error: BaseException | None = None
-    done: bool = False
-
-    @property
-    def failure_message(self) -> str:
-        kind = "" if isinstance(self.error, OSError | TrainerError) else type(self.error).__name__
-        why = ": ".join(filter(None, (kind, str(self.error))))
-        return f"step {self.step} was not saved: {why}"
 
 
 def reason_not_to_save(
@@ -94,6 +85,10 @@ SURVIVORS_WAIT = 2 / 3
 """Part of the launcher's grace time that a survivor waits for another survivor's save."""
 
 
+NOTHING = (-1, -1)
+"""In place of a saved boundary: its step, and the last validated step that it holds."""
+
+
 class Checkpointer:
     """Saves the training state at step boundaries: copies it in memory, then writes it in a thread
     of each rank that writes a run folder (rank 0, and the first rank of each node with its own
@@ -109,20 +104,17 @@ class Checkpointer:
         """Saves that had to wait for the previous one."""
         self.save_stall_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
-        self.overlap = False
-        """Whether parameters may be copied during the next forward and backward."""
-        self.failed: str | None = None
-        """Why the last save failed; None once a save has succeeded again."""
         self._state, self._world, self._log = state, world, log
         self._record, self._config, self._marks = record, config, marks or ProgressMarks()
-        self._last_s = time.monotonic()
         self._snapshot = Snapshot()
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
-        self._writing: Future[None] | None = None
-        self._job: SaveJob | None = None
-        self._saved, self._kind = (-1, -1), ""  # step, and the last validated step that it holds
-        self._confirmed = self._saved  # the last save that all ranks know to be complete
+        self._job: SaveJob | None = None  # the last one of this rank's writer
+        self._writing: Future[None] | None = None  # until its result is reported
+        self._has_failed = False  # whether a save has failed since the last one that succeeded
+        self._started, self._started_kind = NOTHING, ""  # boundary of the last save
+        self._started_s = time.monotonic()
+        self._confirmed = NOTHING  # the last save that all ranks know to be complete
         self._last_good_step = -1  # of the newest save without a bad step directly before it
         self._unverified_best = 0  # step of the best weights that an earlier attempt has saved
         # The best weights until they are known to be on disk: a later state may only be saved after
@@ -130,23 +122,18 @@ class Checkpointer:
         # ranks have none and save nothing; the next start computes the steps again.
         self._unconfirmed_best: SaveJob | None = None
 
-    def allow_overlap(self) -> None:
-        """Copy parameters during the next forward and backward, since only updates change them."""
-        self.overlap = True
-
     @property
     def overdue(self) -> bool:
         """Whether a save by the clock is due; decided by rank 0's clock."""
-        every_s, past_s = self._config.every_s, time.monotonic() - self._last_s
+        every_s, past_s = self._config.every_s, time.monotonic() - self._started_s
         return bool(every_s) and self._world.is_main and past_s >= every_s
 
     @property
     def has_unreported_save(self) -> bool:
         """Whether the last save is complete, and the other ranks don't know this yet."""
-        if self._saved is self._confirmed or self.saved_step < 0 or not self._world.is_main:
+        if self._started == self._confirmed or not self._world.is_main or self._job is None:
             return False
-        job = self._job
-        return self.failed is None if job is None else job.done and job.error is None
+        return self._job.is_published and self._job.error is None
 
     @property
     def in_flight(self) -> int | None:
@@ -155,111 +142,97 @@ class Checkpointer:
         return None if writing is None or job is None or writing.done() else job.step
 
     @property
-    def saved_step(self) -> int:
-        """The step of the last save that was started."""
-        return self._saved[0]
+    def failure(self) -> str | None:
+        """Why the last save of this rank failed, or None."""
+        if self._job is None or self._job.error is None:
+            return None
+        error = self._job.error
+        kind = "" if isinstance(error, OSError | TrainerError) else f"{type(error).__name__}: "
+        return f"step {self._job.step} was not saved: {kind}{error}"
 
     @property
     def must_fail(self) -> bool:
         """Whether a save has failed on this rank and --checkpoint.on-error is stop."""
         return self._config.on_error == "stop" and self.failure is not None
 
-    @property
-    def failure(self) -> str | None:
-        """Why the last save of this rank failed, or None."""
-        job = self._job
-        return self.failed if job is None or job.error is None else job.failure_message
-
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; repeated calls save it once. Raises
         OSError if the previous save failed, with --checkpoint.on-error stop."""
-        self._last_s, progress = time.monotonic(), self._state.progress
+        self._started_s, progress = time.monotonic(), self._state.progress
         self._marks.mark(Phase.SAVE, progress.step)
         boundary = (progress.step, progress.validated)
         # A stop or a survivor may have saved this step before its validation was complete.
-        if boundary != self._saved:
+        if boundary != self._started:
             self.finish_pending()
-            self._saved, self._kind = boundary, kind
+            self._started, self._started_kind = boundary, kind
             self._state.share()
-            self._begin(kind)
-        self.save_stall_s += time.monotonic() - self._last_s
+            self._start()
+        self.save_stall_s += time.monotonic() - self._started_s
 
-    def _begin(self, kind: str) -> None:
+    def _start(self) -> None:
         """Copy the state and start writing it, after best weights whose save has failed."""
-        best, keeps = kind == "best", self._world.writes_run_dir
-        if keeps and self._unconfirmed_best is not None and not best:
-            self._submit(self._unconfirmed_best)  # its copy is overwritten by the next one
+        is_best, writes = self._started_kind == "best", self._world.writes_run_dir
+        if writes and not is_best and self._unconfirmed_best is not None:
+            self._submit(self._unconfirmed_best)  # the next copy overwrites its tensors
             self.finish_pending()
             if self._unconfirmed_best is not None:
                 return
-        if keeps or best:
-            copy: dict[str, dict[str, Tensor]] = {}
-            if keeps or self._world.rank == 1:
-                live = self._state.tensors()
-                later = self._state.constant_addresses(live) if self.overlap and keeps else ()
-                copy = self._snapshot.take(live, later=later)
-            job = self._make_job(kind, copy)
-            if best:
-                self._unconfirmed_best = job
-            if keeps:
-                self._submit(job)
+        if not (writes or is_best):
+            return
+        has_copy = writes or self._world.rank == 1
+        copy = self._snapshot.take(self._state.tensors()) if has_copy else {}
+        job = self._make_job(self._started_kind, copy)
+        if is_best:
+            self._unconfirmed_best = job
+        if writes:
+            self._submit(job)
 
     def settle(self) -> None:
         """Collective. Wait until the last save is durable; if it failed, save once more. Raises
         OSError or RuntimeError on all ranks if it failed again."""
-        error: Exception | None = None
-        for again in (False, True):
-            try:
-                if again:
-                    self._begin(self._kind)
-                self.finish_pending(must=True)
-                error = None
-            except Exception as problem:
-                error = problem
-            if not (isinstance(error, OSError) and self._world.writes_run_dir):
-                break
-        self._world.raise_on_all_ranks(error)
+        self._world.fail_together(self._finish_or_retry)
         self.confirm()
 
-    def confirm(self) -> None:
-        """Mark the last save as durable (confirmed by rank 0)."""
-        self._unconfirmed_best, self._confirmed = None, self._saved
+    def _finish_or_retry(self) -> None:
+        try:
+            self.finish_pending(must=True)
+        except OSError:
+            self._start()
+            self.finish_pending(must=True)
 
-    def finish_copy(self) -> None:
-        """Wait until the copy of the last save is complete; call it before an update."""
-        if self._job is not None and not self._job.copied.is_set():
-            with waiting_for(WaitsFor.WRITER):
-                self._job.copied.wait()
+    def confirm(self) -> int:
+        """Mark the last save as durable (confirmed by rank 0). Returns its step."""
+        self._unconfirmed_best, self._confirmed = None, self._started
+        return self._started[0]
 
     def finish_pending(self, *, must: bool = False) -> None:
         """Wait for the save in progress, if any, and report its failure: by an OSError with `must`
         or --checkpoint.on-error stop."""
-        if self._writing is None or self._job is None:
-            if must and self.failed is not None:
-                raise OSError(self.failed)
+        job, writing = self._job, self._writing
+        if writing is not None:
+            self.waits += not must and not writing.done()
+            self.abandon()
+            self._writing = None
+        if job is None:
             return
-        if not self._writing.done() and not must:
-            self.waits += 1
-        with waiting_for(WaitsFor.WRITER):
-            self._writing.result()
-        job, self._job, self._writing = self._job, None, None
         if job.error is None:
             if job is self._unconfirmed_best:
                 self._unconfirmed_best = None
-            if self.failed is not None:
+            if self._has_failed:
                 self._log.info(f"step {job.step} is saved, after failed saves")
-            self.failed = None
+            self._has_failed = False
             return
         tolerated = (CheckpointDamaged,) if must else (CheckpointDamaged, NonFinite)
         if isinstance(job.error, TrainerError) and not isinstance(job.error, tolerated):
             raise job.error
-        warned, self.failed = self.failed, job.failure_message
-        self._log.event("save-failed", at_step=job.step, why=str(job.error))
+        if writing is not None:
+            self._log.event("save-failed", at_step=job.step, why=str(job.error))
+        had_failed, self._has_failed = self._has_failed, True
         if must or self._config.on_error == "stop":
-            raise OSError(self.failed) from job.error
-        if warned is None:  # once, until a save succeeds again
-            self._log.warning(f"{self.failed}. The run continues and tries again at the next save.")
-        job.error = None  # a cycle with its traceback, which would keep the job for a long time
+            raise OSError(self.failure) from job.error
+        if not had_failed:
+            self._log.warning(
+                f"{self.failure}. The run continues and tries again at the next save.")
 
     def save_alone(self, kept: Mapping[int, Tensor] | None = None) -> int | None:
         """Save this step boundary after the death of another rank. Every survivor tries; one of
@@ -312,9 +285,8 @@ class Checkpointer:
 
     def _write(self, job: SaveJob) -> None:
         began = time.perf_counter()
+        total = sum(map(tensorfile.data_size, job.tensors.values()))
         try:
-            self._finish_snapshot(job)
-            total = sum(map(tensorfile.data_size, job.tensors.values()))
             with self.store.stage(job.step, generation=self.generation,
                                   expected_bytes=total) as stage:
                 with contextlib.suppress(OSError):  # the checkpoint contains them too
@@ -323,7 +295,7 @@ class Checkpointer:
         except BaseException as error:
             job.error = error  # reported by the main thread at the next boundary
             return
-        job.done = True
+        job.is_published = True
         try:
             self._verify_restored_best(job)
             if job.error is None:
@@ -338,30 +310,20 @@ class Checkpointer:
         start this would delay the first step. If they are damaged, this attempt ends, and the next
         one resumes from before them."""
         step, self._unverified_best = self._unverified_best, 0
-        if step not in job.protect or self._world.has_nodes:
-            return
-        if (before := self.store.hide_damaged(step)) is not None:
-            job.error = _damaged_best(step, before)
+        if step in job.protect and not self._world.has_nodes:
+            job.error = self._hide_damaged_best(step)
 
     def end_for_damaged_best(self, step: int) -> None:
         """Collective. Raise SaveFailed if the checkpoint of the best weights is damaged, and an
         older one is left from which the next start can compute them again."""
-        hidden = self._world.gather_json(
-            self.store.hide_damaged(step) if self._world.writes_run_dir else None)
-        for before in hidden:
-            if before is not None:
-                raise _damaged_best(step, before)
+        self._world.raise_on_all_ranks(
+            self._hide_damaged_best(step) if self._world.writes_run_dir else None)
 
-    def _finish_snapshot(self, job: SaveJob) -> None:
-        try:
-            if not self._snapshot.finish():
-                self.overlap = False
-                if job is self._unconfirmed_best:
-                    self._unconfirmed_best = None  # this copy must not be written
-                raise CheckpointDamaged("a forward changed parameters while they were copied; from "
-                                        "now on they are copied before the next forward starts")
-        finally:
-            job.copied.set()
+    def _hide_damaged_best(self, step: int) -> SaveFailed | None:
+        before = self.store.hide_damaged(step)
+        return None if before is None else SaveFailed(
+            f"the best weights, of step {step}, are damaged. The next start continues from step "
+            f"{before} and computes them again")
 
     def _write_files(self, stage: StagedCheckpoint, job: SaveJob) -> None:
         if names := self._state.nonfinite_parameters(job.tensors[MODEL]):
@@ -378,7 +340,8 @@ class Checkpointer:
         restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = abandon_newer(found, self.store, self._world, self._log)
         now = self._state.progress
-        self._saved = self._confirmed = (-1, -1) if found.path else (now.step, now.validated)
+        self._started = self._confirmed = (
+            NOTHING if found.path else (now.step, now.validated))
         self._last_good_step = -1 if now.consecutive_bad_steps else now.step
         self._unverified_best = 0 if found.path else self._state.best.step
 
@@ -389,7 +352,7 @@ class Checkpointer:
         if self._world.writes_run_dir:
             self.store.set_aside(after_step=found.step, generation=self.generation)
         self._world.barrier()  # no rank saves in the new generation before this
-        self._saved = (-1, -1)
+        self._started = self._confirmed = NOTHING
 
     def load_model(self, step: int) -> bool:
         """Collective. See `restore_model`."""
@@ -397,7 +360,7 @@ class Checkpointer:
         return restore_model(step, self.store, self._state, self._world)
 
     def close(self) -> None:
-        """Wait for the last save and stop the writer. Raises OSError if the save failed."""
+        """As `finish_pending`, then stop the writer."""
         self.finish_pending(must=True)
         self._writer.shutdown()
         self.store.close()
@@ -407,8 +370,3 @@ class Checkpointer:
         if self._writing is not None:
             with waiting_for(WaitsFor.WRITER):
                 self._writing.result()
-
-
-def _damaged_best(step: int, before: int) -> SaveFailed:
-    return SaveFailed(f"the best weights, of step {step}, are damaged. The next start continues "
-                      f"from step {before} and computes them again")

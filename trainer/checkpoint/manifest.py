@@ -16,9 +16,7 @@ from trainer.errors import CheckpointDamaged
 from trainer.storage.files import fsync_folder, read_chunks, write_file
 from trainer.storage.layout import MANIFEST
 
-Buffer = Any
-"""An object with a contiguous buffer: bytes, a memoryview, an array."""
-Reader = Callable[[Path, Callable[[Any], object]], Any]
+Buffer = Any  # an object with a contiguous buffer: bytes, a memoryview, an array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +35,8 @@ class CheckpointInfo:
 
 
 class StagedCheckpoint:
-    """A checkpoint that is being written to a temporary folder.
-
-    Args:
-        midway: called once, after the first buffer has been written.
-        publish: called when all files are durable; renames the folder to its final name.
-    """
+    """A checkpoint that is being written to a temporary folder. Calls `midway` after the first
+    buffer, and `publish` when all files are durable, to rename the folder to its final name."""
 
     def __init__(
         self, path: Path, *, step: int, generation: int, midway: Callable[[], None],
@@ -67,14 +61,11 @@ class StagedCheckpoint:
             kind: reason of the save: "periodic", "best", "stop" or "survivor".
 
         Raises:
-            CheckpointDamaged: it doesn't read back as written; an older one of this step was put
-                back.
+            CheckpointDamaged: it doesn't read back as written; an older one was put back.
             StaleAttempt: raised by the store's guard; nothing was published.
         """
-        manifest = encode_manifest({
-            "run": run, "generation": self.generation, "step": self.step, "kind": kind,
-            "files": self._files, "extra": {},
-        })  # fmt: skip
+        manifest = encode_manifest({"run": run, "generation": self.generation, "step": self.step,
+                                    "kind": kind, "files": self._files})
         write_file(self.path / MANIFEST, self._counted(manifest))
         fsync_folder(self.path)
         return self._publish()
@@ -110,47 +101,33 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
     except (ValueError, KeyError) as error:
         why = str(error)
     else:
-        return CheckpointInfo(
-            path=path, step=step, generation=manifest["generation"], run=manifest["run"],
-            kind=manifest["kind"], manifest=manifest,
-        )  # fmt: skip
+        return CheckpointInfo(path=path, step=step, generation=manifest["generation"],
+                              run=manifest["run"], kind=manifest["kind"], manifest=manifest)
     return CheckpointInfo(path=path, step=step, manifest={}, why=why)
 
 
+def verify_sizes(info: CheckpointInfo) -> CheckpointInfo:
+    """Compare the sizes of all files of a checkpoint with its manifest. Raises CheckpointDamaged,
+    with the folder, the file and the difference."""
+    return _check(info, _size_difference)
+
+
 def verify(path: Path, step: int) -> CheckpointInfo:
-    """Compare sizes and hashes of all files of a checkpoint with the manifest. Raises
-    CheckpointDamaged, with the folder, the file and the difference."""
-    return read_verified(path, step, read_chunks)[0]
+    """Read a manifest, and compare sizes and hashes of all files with it, as `verify_sizes`."""
+    return _check(verify_sizes(read_manifest(path, step)), _content_difference)
 
 
-def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, dict[str, Any]]:
-    """As `verify`; also returns the content of each file, which is read once.
-
-    Args:
-        read: reads a file, passes all its bytes in order to its second argument, and returns the
-            content.
-    """
-    info, contents = read_manifest(path, step), dict[str, Any]()
-    why = info.why
-    for name, entry in info.manifest.get("files", {}).items():
-        why = why or size_difference(path / name, entry)
-        hasher = xxhash.xxh3_128()
-        try:
-            if why is None:
-                contents[name] = read(path / name, hasher.update)
-        except OSError as error:
-            why = f"{name} can't be read: {error.strerror}"
-        except (ValueError, KeyError, TypeError, AttributeError):  # no tensor file any more
-            hasher.reset()
-        if why is None and hasher.hexdigest() != entry["xxh3_128"]:
-            why = f"{name} doesn't match its checksum"
-    if why:
-        raise CheckpointDamaged(f"{path.name}: {why}")
-    return info, contents
+def _check(
+    info: CheckpointInfo, difference: Callable[[Path, Mapping[str, Any]], str | None]
+) -> CheckpointInfo:
+    found = (difference(info.path / name, entry)
+             for name, entry in info.manifest.get("files", {}).items())
+    if why := info.why or next(filter(None, found), None):
+        raise CheckpointDamaged(f"{info.path.name}: {why}")
+    return info
 
 
-def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest, without reading it, or None."""
+def _size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -162,6 +139,16 @@ def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     if status.st_size != entry["bytes"]:
         return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
     return None
+
+
+def _content_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    hasher = xxhash.xxh3_128()
+    try:
+        read_chunks(path, hasher.update)
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror}"
+    equal = hasher.hexdigest() == entry["xxh3_128"]
+    return None if equal else f"{path.name} doesn't match its checksum"
 
 
 def _tail(body: bytes) -> bytes:

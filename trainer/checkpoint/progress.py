@@ -45,7 +45,6 @@ class TrainProgress:
         return self.step - self.skipped
 
     def complete(self, step: int, *, replaced: int = 0) -> None:
-        """Move to the boundary after a global batch."""
         self.replaced += replaced
         self.step = step
 
@@ -90,27 +89,22 @@ class BestTracker:
     def set_rule(self, metric: str, direction: str) -> None:
         """Set metric and direction; a change discards the best value so far."""
         if (metric, direction) != (self.metric, self.direction):
-            self.metric, self.direction, self.value, self.step = metric, direction, None, 0
-            self.mark, self.waited = None, 0
+            self.restore(BestTracker(metric, direction))
 
     def improves(self, value: float) -> bool:
         """Whether a value is better than the best so far; never for a NaN."""
-        if math.isnan(value):
-            return False
         if self.value is None:
-            return True
+            return not math.isnan(value)
         return value > self.value if self.direction == "max" else value < self.value
 
     def patience_is_exhausted(self, patience: int) -> bool:
-        """Whether the last `patience` validations brought no improvement; 0 disables this."""
+        """Whether the last `patience` (0: any number) validations brought no improvement."""
         return 0 < patience <= self.waited
 
     def wait(self, value: float, min_delta: float) -> None:
         """Count a validation for early stopping."""
-        gain = math.inf if self.mark is None else value - self.mark
-        if self.mark is not None and self.direction == "min":
-            gain = -gain
-        if not math.isnan(value) and gain > min_delta:
+        sign = 1 if self.direction == "max" else -1
+        if (not math.isnan(value) if self.mark is None else sign * (value - self.mark) > min_delta):
             self.mark, self.waited = value, 0
         else:
             self.waited += 1

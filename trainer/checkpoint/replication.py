@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
 
-from trainer.checkpoint.restore import CheckpointRef
+from trainer.checkpoint.manifest import CheckpointInfo
+from trainer.checkpoint.restore import CheckpointRef, broadcast_files
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
-from trainer.errors import CheckpointDamaged
 from trainer.storage.jsonl import FileMark
 from trainer.telemetry.events import Log
 from trainer.telemetry.metrics import ResumedRecord, read_metrics, resumed_lines
-
-CHUNK_BYTES = 1 << 26
 
 
 def copy_missing_checkpoints(
@@ -67,56 +63,32 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     """Collective. Copy a checkpoint, preferably from rank `first`, to the folders without the same
     one. A node that was absent during a rollback has an abandoned one of this step."""
     looks = world.writes_run_dir or world.rank == first
-    if len({*world.gather_json(_checksum(step, store) if looks else None)} - {None}) == 1:
+    if len({*world.gather_json(store.checksum(step) if looks else None)} - {None}) == 1:
         return
-    every = world.gather_json(_checksum(step, store, verify=True) if looks else "")
+    every = world.gather_json(store.checksum(step, verify=True) if looks else "")
     holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
     needs_copy = world.writes_run_dir and every[world.rank] != every[holder]
     if not any(world.gather_json(needs_copy)):
         return
     files: dict[str, Path] = {}
-    described: dict[str, Any] = {}
+    info: CheckpointInfo | None = None
     if world.rank == holder:
-        info = next(i for i in store.checkpoints() if i.step == step)
+        info = store.find(step)
         files = {name: info.path / name for name in info.manifest["files"]}
-        described = {"generation": info.generation, "kind": info.kind,
-                     "files": {name: path.stat().st_size for name, path in files.items()}}
-    described = world.broadcast_json(described, holder)
-    received = {name: _send(files.get(name), size, world, holder)
-                for name, size in described["files"].items()}
-    error: Exception | None = None
-    if needs_copy:
+    generation, kind = world.broadcast_json(
+        None if info is None else (info.generation, info.kind), holder)
+    received = broadcast_files(files, holder, world)
+
+    def write() -> None:
         try:
-            with store.stage(step, generation=described["generation"]) as stage:
-                for name, chunks in received.items():
-                    stage.write(name, chunks)
-                stage.commit(kind=described["kind"], run=run_id)
-            log.event("copied", at_step=step, holder=holder)
-        except Exception as problem:
-            error = problem
-    for chunks in received.values():  # take part in all broadcasts
-        for _ in chunks:
-            pass
-    world.raise_on_all_ranks(error)
+            if needs_copy:
+                with store.stage(step, generation=generation) as stage:
+                    for name, chunks in received.items():
+                        stage.write(name, chunks)
+                    stage.commit(kind=kind, run=run_id)
+                log.event("copied", at_step=step, holder=holder)
+        finally:  # take part in all broadcasts
+            for chunks in received.values():
+                deque(chunks, maxlen=0)
 
-
-def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:
-    """Collective. Broadcast the holder's file; yields its bytes on all ranks."""
-    file = path.open("rb") if path is not None else None
-    for start in range(0, size, CHUNK_BYTES):
-        chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
-        if file is not None:
-            file.readinto(chunk.numpy().data)
-        world.broadcast([chunk], holder)
-        yield chunk.numpy().data
-    if file is not None:
-        file.close()
-
-
-def _checksum(step: int, store: Store, *, verify: bool = False) -> str:
-    """Checksum of this step's manifest; "" if the checkpoint is missing or damaged."""
-    try:
-        info = store.verify(step) if verify else store.find(step)
-    except CheckpointDamaged:
-        return ""
-    return str(info.manifest["checksum"])
+    world.fail_together(write)

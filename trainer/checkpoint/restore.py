@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer import rng
-from trainer.checkpoint.manifest import read_manifest, read_verified
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -23,6 +25,8 @@ from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.storage import layout, tensorfile
 from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
+
+CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,26 @@ class CheckpointRef:
     """Newer checkpoints that were skipped, and why."""
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    """Only on the holder: the content of the tensor files, until it is restored."""
 
 
 def find_checkpoint(
     store: Store, world: World, run_id: str, *, newest: int | None = None
 ) -> CheckpointRef | None:
-    """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
+    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read; its
+    holder verifies it. None without checkpoints; ConfigError if all are damaged.
 
-    The holder reads and verifies it. If the checkpoint of the best weights is gone or has files of
-    another size, the newest one from before it is selected, if any: resuming there computes them
-    again.
-
-    Args:
-        newest: step of the newest checkpoint to consider; None: all.
-
-    Raises:
-        ConfigError: none of the checkpoints is valid.
+    If the checkpoint of the best weights is gone or has files of another size, the newest one from
+    before it is selected, if any: resuming there computes them again.
     """
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
     while True:
-        mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
+        here = store.checkpoints()
+        mine = [[i.generation, i.step] for i in here if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
-        broken = [f"{i.path.name}: {i.why}" for i in store.checkpoints() if i.why is not None]
+        broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
         seen = world.gather_json({"good": mine, "broken": broken})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in view["good"]]
@@ -86,7 +83,7 @@ def find_checkpoint(
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(world.gather_json(_is_valid(store.find, best))):
+                if best in (0, found.step) or any(world.gather_json(store.checksum(best))):
                     return found
                 without_best = found
             elif found.step < best:
@@ -98,48 +95,19 @@ def find_checkpoint(
 
 
 def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:
-    """Collective. Read and verify a checkpoint on the rank that has it. Raises CheckpointDamaged on
-    all ranks."""
+    """Collective. Verify a checkpoint on the rank that has it, and read its state.json. Raises
+    CheckpointDamaged on all ranks."""
     report: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Tensor]] = {}
     if holder == world.rank:
         try:
-            contents = store.read(step, _read_file)
-            report["state"] = json.loads(contents.pop(STATE))
+            report["state"] = json.loads((store.verify(step).path / STATE).read_bytes())
             SavedState.from_json(report["state"])
-            tensors = {name: c for name, c in contents.items() if isinstance(c, dict)}
         except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
             report = {"why": str(error)}
     report = world.broadcast_json(report, holder)
     if "why" in report:
         raise CheckpointDamaged(report["why"])
-    return CheckpointRef(step, 0, holder, SavedState.from_json(report["state"]), tensors=tensors)
-
-
-def _read_file(path: Path, on_chunk: Callable[[Any], object]) -> Any:
-    """Read a file of a checkpoint for `read_verified`."""
-    if path.suffix == ".safetensors":
-        return tensorfile.read_tensors(path, on_chunk)
-    data = path.read_bytes()
-    on_chunk(data)
-    return data
-
-
-def find_holder(step: int, store: Store, world: World) -> int | None:
-    """Collective. A rank whose disk has a valid checkpoint of this step, if possible rank 0."""
-    valid = world.broadcast_json(world.is_main and _is_valid(store.verify, step))
-    if valid:
-        return 0
-    every = world.gather_json(not world.is_main and _is_valid(store.verify, step))
-    return every.index(True) if any(every) else None
-
-
-def _is_valid(check: Callable[[int], object], step: int) -> bool:
-    try:
-        check(step)
-    except (CheckpointDamaged, OSError):
-        return False
-    return True
+    return CheckpointRef(step, 0, holder, SavedState.from_json(report["state"]))
 
 
 def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
@@ -175,27 +143,16 @@ def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
     """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
-    ranks if it doesn't fit. Each rank reads it if all have the same valid one on their disks;
-    otherwise the holder broadcasts it, which takes longer."""
-    holds = found.holder == world.rank
-    tensors = dict(found.tensors)
-    found.tensors.clear()
-    place, error = found.path, None
-    try:
-        info = store.find(found.step) if place is None else read_manifest(place, found.step)
-        if not holds:
-            info, tensors = read_verified(info.path, found.step, _read_file)
-        checksums = {n: entry["xxh3_128"] for n, entry in info.manifest["files"].items()}
-    except (CheckpointDamaged, KeyError):
-        checksums = {}
-    every = world.gather_json(checksums)
-    if not all(seen and seen == every[found.holder] for seen in every):
-        tensors = _send(tensors if holds else None, found.holder, world)
-    try:
-        state.load(tensors, found.state)
-    except Exception as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
+    ranks if it doesn't fit. Unless all have the same valid one on their disks, the holder
+    broadcasts it, which takes longer."""
+    if found.path is not None:
+        store = Store(found.path.parent)
+    every = world.gather_json(store.checksum(found.step, verify=found.holder != world.rank))
+    if set(every) == {every[found.holder]} != {""}:
+        tensors = world.fail_together(partial(_load, store, found.step))
+    else:
+        tensors = _receive(store, found, world)
+    world.fail_together(partial(state.load, tensors, found.state))
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
@@ -224,35 +181,62 @@ def abandon_newer(found: CheckpointRef, store: Store, world: World, log: Log) ->
 def restore_model(step: int, store: Store, state: TrainState, world: World) -> bool:
     """Collective. Load only the weights of a checkpoint. Returns False if there is no valid
     checkpoint of this step."""
-    holder = find_holder(step, store, world)
-    if holder is None:
+    every = world.gather_json(store.checksum(step, verify=True) if world.writes_run_dir else "")
+    if not any(every):
         return False
-    error: Exception | None = None
-    try:
+    holder = next(rank for rank, checksum in enumerate(every) if checksum)
+
+    def load() -> None:
         if world.rank == holder:
-            path = store.find(step).path
-            state.load_model(tensorfile.load_tensors(path / MODEL))
+            tensors = _load(store, step)
+            state.load_model(tensors[MODEL])
             if state.ema is not None:
-                held = (path / EMA).is_file()
-                state.ema.load(tensorfile.load_tensors(path / EMA) if held else None,
-                               {"updates": 1})
-    except Exception as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
+                state.ema.load(tensors.get(EMA), {"updates": 1})
+
+    world.fail_together(load)
     tensors = state.tensors()
     for name in (MODEL, EMA):
         world.broadcast(list(tensors.get(name, {}).values()), holder)
     return True
 
 
-def _send(
-    tensors: dict[str, dict[str, Tensor]] | None, holder: int, world: World
+def _load(store: Store, step: int) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint, by file."""
+    return {path.name: tensorfile.load_tensors(path)
+            for path in store.find(step).path.glob("*.safetensors")}
+
+
+def _receive(
+    store: Store, found: CheckpointRef, world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the holder's tensors."""
-    described = {name: tensorfile.describe_tensors(t) for name, t in (tensors or {}).items()}
-    described = world.broadcast_json(described, holder)
-    if tensors is None:
-        tensors = {name: tensorfile.empty_tensors(d) for name, d in described.items()}
-    for name in described:
-        world.broadcast(list(tensors[name].values()), holder)
-    return tensors
+    """Collective. Broadcast the tensor files of a checkpoint from its holder, and load them."""
+
+    def find() -> dict[str, Path]:
+        folder = store.find(found.step).path
+        return {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+
+    files = world.fail_together(find if found.holder == world.rank else dict)
+    return {name: tensorfile.parse_tensors(b"".join(chunks))
+            for name, chunks in broadcast_files(files, found.holder, world).items()}
+
+
+def broadcast_files(
+    files: Mapping[str, Path], holder: int, world: World
+) -> dict[str, Iterator[memoryview]]:
+    """Collective. Broadcast files of the holder by name; every rank must read all bytes of all
+    files, in order."""
+    sizes = world.broadcast_json({n: path.stat().st_size for n, path in files.items()}, holder)
+    return {name: _broadcast_file(files.get(name), size, holder, world)
+            for name, size in sizes.items()}
+
+
+def _broadcast_file(
+    path: Path | None, size: int, holder: int, world: World
+) -> Iterator[memoryview]:
+    with contextlib.nullcontext() if path is None else path.open("rb") as file:
+        for start in range(0, size, CHUNK_BYTES):
+            chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if file is not None:
+                file.readinto(chunk.numpy().data)
+            world.broadcast([chunk], holder)
+            yield chunk.numpy().data

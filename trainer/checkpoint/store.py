@@ -19,15 +19,15 @@ import math
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import CheckpointInfo, Reader, StagedCheckpoint
+from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint
 from trainer.errors import CheckpointBusy, CheckpointDamaged
-from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
+from trainer.storage.files import fsync_folder, make_folder, remove_folder
 from trainer.storage.layout import STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
@@ -67,16 +67,11 @@ class Store:
         self, step: int, *, generation: int, expected_bytes: int = 0, wait_s: float = 1.0
     ) -> Iterator[StagedCheckpoint]:
         """Context in which the checkpoint of a step is written; without a `commit` it is deleted.
+        Raises CheckpointBusy after `wait_s` seconds in which another writer has the step.
 
-        A step has one writer at a time. The next one gets its turn when the first is done *or
-        dead*, so it should call `verify` first: the checkpoint may be complete already.
-
-        Args:
-            expected_bytes: size of the checkpoint, if known; for the message about a full disk.
-            wait_s: seconds to wait for another writer of this step.
-
-        Raises:
-            CheckpointBusy: another process or thread is still writing this step.
+        The next writer of a step gets its turn when the first is done *or dead*, so it should call
+        `verify` first: the checkpoint may be complete already. `expected_bytes` is its size, if
+        known, for the message about a full disk.
         """
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
@@ -96,9 +91,10 @@ class Store:
             if error.errno not in DISK_FULL:
                 raise
             needed = max(expected_bytes, stage.bytes_tried)
+            free = shutil.disk_usage(self.folder.parent).free
             why = (f"{error.strerror}: the checkpoint of step {step} needs "
                    f"{'' if expected_bytes else 'at least '}{needed:,} bytes and "
-                   f"{free_bytes(self.folder):,} are free; older checkpoints are complete")
+                   f"{free:,} are free; older checkpoints are complete")
             raise OSError(error.errno, why, str(self.folder)) from error
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -109,24 +105,24 @@ class Store:
     def find(self, step: int) -> CheckpointInfo:
         """The checkpoint of a step; raises CheckpointDamaged if it is missing, or if a file's size
         differs from the manifest."""
-        for info in self.checkpoints():
-            if info.step == step:
-                sizes = (manifest.size_difference(info.path / name, entry)
-                         for name, entry in info.manifest.get("files", {}).items())
-                if why := info.why or next(filter(None, sizes), None):
-                    raise CheckpointDamaged(f"{info.path.name}: {why}")
-                return info
-        raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
+        info = next((info for info in self.checkpoints() if info.step == step), None)
+        if info is None:
+            raise CheckpointDamaged(
+                f"{step_name(step)}: there is no such checkpoint in {self.folder}")
+        return manifest.verify_sizes(info)
 
     def verify(self, step: int) -> CheckpointInfo:
         """As `find`; also compares all files with the manifest's hashes."""
         return self._verify(self.find(step).path, step)
 
-    def read(self, step: int, read: Reader) -> dict[str, Any]:
-        """As `verify`; returns the contents of the files by name (see `read_verified`)."""
-        info, contents = manifest.read_verified(self.find(step).path, step, read)
-        self._verified.add(info.manifest["checksum"])
-        return contents
+    def checksum(self, step: int, *, verify: bool = False) -> str:
+        """Checksum of the manifest of a step; "" if the checkpoint is missing or damaged, as `find`
+        (or `verify`) sees it."""
+        try:
+            info = self.verify(step) if verify else self.find(step)
+        except (CheckpointDamaged, OSError):
+            return ""
+        return str(info.manifest["checksum"])
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""
@@ -152,11 +148,8 @@ class Store:
 
     def prune(self, protect: Collection[int] = ()) -> list[int]:
         """Delete old checkpoints and left-over folders, but not the steps in `protect` or those
-        without a readable manifest. Returns the deleted steps.
-
-        Raises:
-            CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
-        """
+        without a readable manifest. Returns the deleted steps. If the newest checkpoint is damaged,
+        raises CheckpointDamaged and deletes nothing."""
         own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
         if own and own[-1].manifest["checksum"] not in self._verified:
             self._verify(own[-1].path, own[-1].step)
@@ -178,11 +171,9 @@ class Store:
         """Hide a checkpoint if it is damaged and there is an older one. Returns the newest step
         before it if it was hidden, else None."""
         path, _ = self._paths(step)
-        if not path.is_dir() or self._is_valid(path, step):
-            return None
         older = [info.step for info in self.checkpoints()
                  if info.why is None and self._is_mine(info) and info.step < step]
-        if not older:
+        if not older or not path.is_dir() or self._is_valid(path, step):
             return None
         self._hide(path)
         return max(older)
@@ -194,11 +185,10 @@ class Store:
 
     def clean(self) -> list[str]:
         """At the start: delete what dead attempts left behind, and complete an interrupted
-        replacement of a checkpoint. Returns the deleted names."""
+        replacement. Returns the deleted names."""
         return self._sweep(at_start=True)
 
     def close(self) -> None:
-        """Close the lock file. Reading checkpoints remains possible."""
         self._locks.close()
 
     def _publish(self, step: int, path: Path) -> CheckpointInfo:
@@ -282,13 +272,11 @@ class Store:
 
     def _names(self) -> list[tuple[str, int, str]]:
         """Folders as (name, step, suffix); longer names first."""
-        found = []
-        for name in sorted(os.listdir(self.folder), reverse=True) if self.folder.is_dir() else ():
-            match = _NAME.fullmatch(name)
-            is_named = match and name.startswith(step_name(int(match[1])))
-            if match and is_named and (self.folder / name).is_dir():
-                found.append((name, int(match[1]), match[2] or ""))
-        return found
+        listed = os.listdir(self.folder) if self.folder.is_dir() else ()
+        matches = filter(None, map(_NAME.fullmatch, sorted(listed, reverse=True)))
+        return [(match[0], int(match[1]), match[2] or "") for match in matches
+                if match[0].startswith(step_name(int(match[1])))
+                and (self.folder / match[0]).is_dir()]
 
     def _is_mine(self, info: CheckpointInfo) -> bool:
         return self._run is None or info.run == self._run

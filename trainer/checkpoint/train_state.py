@@ -140,12 +140,6 @@ class TrainState:
         trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
         return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
 
-    def constant_addresses(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
-        """Addresses of the tensors that only an update changes: all except buffers."""
-        parameters = {p.data_ptr() for p in self.model.parameters()}
-        others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
-        return parameters | {t.data_ptr() for t in others}
-
     def names(self) -> dict[Tensor, str]:
         return {p: n for n, p in self.model.named_parameters()}
 
@@ -175,9 +169,8 @@ class TrainState:
         saved = {name for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
         _same_names(saved, live, "optimizer")
-        state: dict[str, dict[str, Any]] = {
-            n: {k: _from_json(v) for k, v in entries.items()}
-            for n, entries in facts["values"].items()}
+        state = {n: {k: _from_json(v) for k, v in entries.items()}
+                 for n, entries in facts["values"].items()}
         for name, value in tensors.items():
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:

@@ -21,7 +21,7 @@ COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "par
 
 
 class RunUnreadable(Exception):
-    """A run cannot be read, or it is not finished."""
+    """A run cannot be read, is not finished, or has no checkpoint of the step."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,11 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
-    """Yield a description of each difference between two runs.
-
-    Raises:
-        RunUnreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
-    """
+    """Describe each difference between two runs. Raises RunUnreadable."""
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:
         yield f"the last step is {infos[0].step} and {infos[1].step}"
@@ -111,16 +107,11 @@ def _tensor_differences(
         a, b = left[key], right[key]
         if a.dtype != b.dtype or a.shape != b.shape:
             yield f"{what}: {key} is {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-        elif count := _unequal_elements(a, b):
-            yield f"{what}: {key} differs in {count} of {a.numel()} elements"
-
-
-def _unequal_elements(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Number of elements with different bytes: NaN may equal NaN, and 0 differs from -0."""
-    if not a.numel():
-        return 0
-    left, right = (t.contiguous().reshape(a.numel(), 1).view(torch.uint8) for t in (a, b))
-    return int((left != right).any(1).sum())
+        elif a.numel():
+            # Bytes: NaN may equal NaN, and 0 differs from -0.
+            a, b = (t.contiguous().reshape(t.numel(), 1).view(torch.uint8) for t in (a, b))
+            if count := int((a != b).any(1).sum()):
+                yield f"{what}: {key} differs in {count} of {len(a)} elements"
 
 
 def _product(run: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from trainer import rng
 from trainer.config import command_line
-from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
 from trainer.distributed.torch_private import tree_leaves, tree_map
 from trainer.errors import ConfigError
@@ -29,12 +27,11 @@ from trainer.run.saved_run import (
     open_saved_run,
     record_first_call,
 )
-from trainer.storage import files as durable
-from trainer.storage import layout, tensorfile
-from trainer.storage.layout import MANIFEST
+from trainer.storage import files, layout, tensorfile
 from trainer.telemetry.events import Log
 
-SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
+SAFETENSORS = "model.safetensors"
+FILES = {"safetensors": SAFETENSORS, "program": "model.pt2"}
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
 """Largest difference of an output, relative to max(1, the largest output). Loaded weights run the
 same code; an exported program uses other operations."""
@@ -57,37 +54,38 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     call = _example(reader)
-    if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
+    if any((options.to / name).exists() for name in (layout.IDENTITY, layout.MANIFEST)):
         raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                           f"{SAFETENSORS} of its own; choose another folder.")
-    to_folder = partial(
-        config_error_on_write, f"--to {options.to}", "choose a folder that can be written")
-    with to_folder():
+    with config_error_on_write(f"--to {options.to}", "choose a folder that can be written"):
         options.to.mkdir(parents=True, exist_ok=True)
-    files, exact = {}, True
-    for kind in dict.fromkeys(options.format or ["safetensors"]):
-        tolerance = TOLERANCE[kind] if options.tolerance is None else options.tolerance
-        name, write = (PROGRAM, _write_program) if kind == "program" else (
-            SAFETENSORS, _write_safetensors)
-        with to_folder(), TemporaryDirectory(dir=options.to, prefix=".") as aside:
-            again, notes = write(reader, call, Path(aside) / name)
-            difference = _difference(call.output, again)
-            if difference <= tolerance:
-                (Path(aside) / name).rename(options.to / name)
-        summary = f"{options.to / name}: largest difference {difference:.3g}"
-        if difference <= tolerance:
-            files[name] = {"difference": difference, "tolerance": tolerance, **notes}
-            print(summary + "".join(f", {key} {notes[key]}" for key in notes))
-        else:
-            exact = False
-            Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
-    if files:
-        with to_folder():
-            durable.replace_json(options.to / ABOUT, {
+        kinds = dict.fromkeys(options.format or ["safetensors"])
+        kept = {kind: _export(reader, call, kind, options.to, TOLERANCE[kind] if
+                              options.tolerance is None else options.tolerance) for kind in kinds}
+        if found := {FILES[kind]: about for kind, about in kept.items() if about is not None}:
+            files.replace_json(options.to / "export.json", {
                 "run": str(options.run), "step": reader.weights.step,
-                "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
-                "files": files})
-    return 0 if exact else 1
+                "averaged": bool(reader.weights.average),
+                "task": command_line.task_path(reader.config.task), "files": found})
+    return 0 if None not in kept.values() else 1
+
+
+def _export(
+    reader: SavedRun, call: ModelCall, kind: str, folder: Path, tolerance: float
+) -> dict[str, Any] | None:
+    """Write a file and read it back; returns its description, or None if its output differs."""
+    name = FILES[kind]
+    with TemporaryDirectory(dir=folder, prefix=".") as aside:
+        write = _write_program if kind == "program" else _write_safetensors
+        again, notes = write(reader, call, Path(aside) / name)
+        difference = _difference(call.output, again)
+        summary = f"{folder / name}: largest difference {difference:.3g}"
+        if not difference <= tolerance:
+            Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
+            return None
+        (Path(aside) / name).rename(folder / name)
+    print(summary + "".join(f", {key} {notes[key]}" for key in notes))
+    return {"difference": difference, "tolerance": tolerance, **notes}
 
 
 def _example(reader: SavedRun) -> ModelCall:
@@ -107,7 +105,7 @@ def _example(reader: SavedRun) -> ModelCall:
 
 def _write_safetensors(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
     weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
-    durable.replace_bytes(path, tensorfile.serialize(weights))
+    files.replace_bytes(path, tensorfile.serialize(weights))
     model = reader.fresh_model()
     load_weights(model, tensorfile.load_tensors(path), str(path))
     return _output(model, call), {}

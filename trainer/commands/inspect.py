@@ -39,10 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def inspect(run: Path, *others: Path) -> dict[str, Any]:
     """Return the object that `--json` prints. Each checkpoint is read and its hashes are verified.
-
-    Args:
-        others: folders of the same run on other nodes. Their events are included.
-    """
+    `others` are folders of the same run on other nodes, for their events."""
     story = history.read_history(run, *others)
     found = checkpoints(run)
     valid = [c for c in found if c["valid"]]
@@ -65,8 +62,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         "checkpoints": found, "next": kind, "why": why, "does": then,
         "wall_s": round(story.wall_s, 6),
         "goodput": {part: round(seconds, 6) for part, seconds in story.goodput.items()},
-        "lost_steps": story.lost_steps,
-    }  # fmt: skip
+        "lost_steps": story.lost_steps}
 
 
 def checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -112,10 +108,8 @@ def _following(
 
 
 def resume_label(run: Path, step: int) -> tuple[str, str]:
-    """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
-
-    It is the start with the configuration, the ranks and the kind of device of the last start, and
-    with the libraries that are installed here.
+    """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason,
+    if it has the configuration, ranks and kind of device of the last one, and the libraries here.
     """
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")

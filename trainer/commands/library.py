@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from trainer import rng
-from trainer.commands.train import CurrentRun, RankProcess, train_attempt
+from trainer.commands.train import RankProcess, Training
 from trainer.config import command_line
 from trainer.config.schema import Config
 from trainer.distributed import allocator
@@ -35,12 +35,11 @@ from trainer.errors import (
     TrainerError,
 )
 from trainer.optim import compile_cache
-from trainer.resilience.diagnosis import Failure
 from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.locks import release_locks
-from trainer.task import ObjectTask, find_task
+from trainer.task import REQUIRED_METHODS, ObjectTask, find_task
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import say
@@ -63,17 +62,16 @@ class Trained:
 def train(config: Config[Any]) -> Trained:
     """Train to the end, or continue the run in `config.run`.
 
-    `config.task` is the import path of a task, a class, or an instance. If config.toml cannot
-    represent the instance (tensors in its fields, a class of a notebook), the run folder has only a
-    description of it: the same call in the same program continues the run, and other commands
-    cannot construct the task.
+    `config.task` is the import path of a task, a class, or an instance. Of an instance that
+    config.toml cannot represent (tensors in its fields, a class of a notebook), the run folder has
+    a description only: the same call in the same program continues the run, but no command can.
 
     In the main thread, Ctrl-C raises `KeyboardInterrupt`, and the other stop signals raise
-    `SystemExit(75)`, after the current step and its save. A second Ctrl-C raises at once, and the
+    `SystemExit(75)`, after the current step and its save; a second Ctrl-C raises at once, and the
     last finished step is saved. Signal handlers, random states and settings of torch are restored.
 
-    If torchrun or `python -m launch` has started the process, it is a rank. It then exits with the
-    exit codes of `python -m trainer`, unless the run is complete.
+    In a process that torchrun or `python -m launch` has started, the call is a rank: it exits with
+    the exit codes of `python -m trainer`, unless the run is complete.
 
     Raises:
         ConfigError: the configuration is wrong; nothing was started.
@@ -108,7 +106,7 @@ def _resolve(config: Config[Any]) -> Config[Any]:
             task = kind()
         except TypeError as error:
             raise ConfigError(f"--task {kind.__name__}: {error}; pass an instance.") from error
-    missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(task, m, None))]
+    missing = [m for m in REQUIRED_METHODS if not callable(getattr(task, m, None))]
     if missing:
         raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
                           "pass a task to Config: an instance, a class or module:Class that "
@@ -151,7 +149,7 @@ def _train_as_rank(config: Config[Any]) -> None:
 def _train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
-    failure, current = Failure(log), CurrentRun()
+    training = Training(log, stop)
     threads = None if config.world.threads == "auto" else config.world.threads
     try:
         log.status.enter(Phase.JOIN)
@@ -159,7 +157,7 @@ def _train_in_process(config: Config[Any]) -> None:
             device=config.device, timeout_s=config.world.timeout_s, threads=threads,
             launch=LaunchInfo()
         ) as world:
-            train_attempt(config, world, log, stop, os.getppid(), failure, current, watched=False)
+            training.run(config, world, watched=False)
     except AlreadyFinished as done:
         log.info(str(done))
     except TrainerError as error:
@@ -172,10 +170,10 @@ def _train_in_process(config: Config[Any]) -> None:
         raise (KeyboardInterrupt() if stop.reason == "SIGINT" else SystemExit(EXIT_STOPPED)
                ) from error.with_traceback(None)
     except Exception as error:
-        failure.note(error)
+        training.failure.note(error)
         raise
     finally:
-        current.release()
+        training.release()
         for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
             release_locks(Path(str(config.run)) / path)
         log.close()

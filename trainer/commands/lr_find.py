@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from trainer.commands.report.charts import smooth
-from trainer.commands.scratch_run import scratch_run
+from trainer.commands.report.plots import smooth
+from trainer.commands.scratch_run import next_step, scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
-from trainer.run.saved_run import config_error_on_write
 
 SMOOTHING = 0.9
 """Decay of the exponential average of the losses."""
@@ -24,16 +24,13 @@ ROWS = 20
 """Rows of the printed table."""
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """Result of a range test."""
+class Suggestion(NamedTuple):
+    """The rates at which the smoothed loss falls fastest and is lowest, and the suggested one: a
+    tenth of the latter, or 0 if the loss never fell."""
 
     steepest: float
-    """The rate at which the smoothed loss falls fastest."""
     lowest: float
-    """The rate at which the smoothed loss is lowest."""
     rate: float
-    """The suggested rate: a tenth of `lowest`, or 0 if the loss never fell."""
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
@@ -68,12 +65,10 @@ def main(argv: Sequence[str]) -> int:
                           "the lower one first.")
     if options.points < 10:
         raise ConfigError(f"--points {options.points}: use 10 or more.")
-    kinds = Figure().canvas.get_supported_filetypes()
-    if options.plot.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--plot {options.plot}: the name must end with one of "
-                          f".{', .'.join(sorted(kinds))}.")
-    with config_error_on_write(f"--plot {options.plot}", "choose a file that can be written"):
-        options.plot.open("ab").close()  # before anything is measured
+    try:
+        Figure().savefig(options.plot)  # before anything is measured
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {options.plot}: {error}; choose another file.") from error
     rates, losses = _run_range_test(rest, options.low, options.high, options.points)
     if len(losses) < 2:
         print("the loss was not finite in the first steps: no suggestion")
@@ -100,20 +95,16 @@ def _run_range_test(
     rates: list[float] = []
     losses: list[float] = []
     with scratch_run(argv, steps=points, command="lr-find") as run:
-        loader, groups = run.loader, run.state.optimizer.param_groups
+        groups = run.state.optimizer.param_groups
         shares = [group["lr"] / run.context.config.optim.lr for group in groups]
-        for number in range(points):
-            rate = low * (high / low) ** (number / (points - 1))
+        for number, rate in enumerate(np.geomspace(low, high, points).tolist()):
             for group, share in zip(groups, shares, strict=True):
                 group["lr"] = rate * share
-            result = run.step(loader.window())
-            if result is None:  # the stream's epoch has ended
-                loader.next_epoch()
-                continue
-            if result.loss is None or not math.isfinite(result.loss):
+            loss = next_step(run).loss
+            if loss is None or not math.isfinite(loss):
                 break
             rates.append(rate)
-            losses.append(result.loss)
+            losses.append(loss)
             smoothed = smooth(losses, SMOOTHING)
             if smoothed[-1] > DIVERGED * max(min(smoothed), 1e-12) and number > points // 10:
                 break
@@ -123,7 +114,7 @@ def _run_range_test(
 def _plot(
     path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float],
     found: Suggestion,
-) -> None:  # fmt: skip
+) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.semilogx(rates, losses, color="0.8", label="loss")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from trainer.telemetry.events import writable
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
-REMEDY = "choose a file that can be written"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
     options, overrides = command_line.split(parser, argv)
-    if options.out is not None:
-        _check_path(options.out)
+    if options.out is not None and options.out.suffix not in KINDS:
+        raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
@@ -47,23 +45,11 @@ def main(argv: Sequence[str]) -> int:
     out = options.out or options.run / "predictions" / name
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
     encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
-    with config_error_on_write(f"--out {out}", REMEDY):
+    with config_error_on_write(f"--out {out}", "choose a file that can be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
         files.replace_bytes(out, encoded)
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0
-
-
-def _check_path(out: Path) -> None:
-    """Check that the file can be written, before anything is computed. Creates its folder."""
-    if out.suffix not in KINDS:
-        raise ConfigError(f"--out {out}: the name must end with {' or '.join(KINDS)}.")
-    with config_error_on_write(f"--out {out}", REMEDY):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir():
-            raise IsADirectoryError("this is a folder")
-        if not os.access(out.parent, os.W_OK):
-            raise PermissionError(f"{out.parent} can't be written to")
 
 
 def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
@@ -83,13 +69,12 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
     predict = getattr(reader.task, "predict", None)
     rows = []
     for micro in evaluator.every_batch():
-        if not micro.samples:
-            continue
-        batch = to_device(micro.batch, reader.world.device)
-        with reader.evaluating(micro.spec.number):
-            output = predict(reader.model, batch) if predict is not None else record_first_call(
-                reader.model, reader.task.loss, batch).output
-        rows.append(_named(output, micro.samples))
+        if micro.samples:
+            batch = to_device(micro.batch, reader.world.device)
+            with reader.evaluating(micro.spec.number):
+                output = predict(reader.model, batch) if predict else record_first_call(
+                    reader.model, reader.task.loss, batch).output
+            rows.append(_named(output, micro.samples))
     if not rows:
         raise ConfigError(f"--split {name}: the stream has no samples.")
     return name, rows

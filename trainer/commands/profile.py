@@ -8,11 +8,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trainer.commands.scratch_run import scratch_run
+from trainer.commands.scratch_run import next_step, scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.telemetry.status import Phase
@@ -23,8 +22,7 @@ OPERATIONS = 10
 """Rows of the table of operations."""
 PHASES = {
     Phase.READING: "data", Phase.DATA: "data", Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward and clip", Phase.OPTIMIZER: "update", Phase.STEP_END: "between steps",
-}  # fmt: skip
+    Phase.BACKWARD: "backward and clip", Phase.OPTIMIZER: "update", Phase.STEP_END: "between steps"}
 """Phase that begins at each progress mark."""
 
 
@@ -85,21 +83,18 @@ def main(argv: Sequence[str]) -> int:
             activities=activities, acc_events=True, schedule=torch.profiler.schedule(
                 wait=0, warmup=WARM_UP, active=options.active, repeat=1),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(options.to)),
-        ) as profiler:  # fmt: skip
+        ) as profiler:
             for number in range(WARM_UP + options.active):
                 if number == WARM_UP:
                     clock.switch("between steps")
-                loader = run.loader
-                result = run.step(loader.window())
-                if result is None:  # the stream's epoch has ended
-                    loader.next_epoch()
-                else:
-                    run.folder.metrics.step(result, waited_s=loader.waited_s)
+                run.folder.metrics.step(next_step(run), waited_s=run.loader.waited_s)
                 if number == WARM_UP + options.active - 1:
                     clock.switch("")
                 profiler.step()
     print(_phases(clock.spent_s, options.active))
-    print(_operations(list(profiler.key_averages()), on_gpu, options.active))
+    print(profiler.key_averages().table(
+        f"self_{'device' if on_gpu else 'cpu'}_time_total", row_limit=OPERATIONS,
+        max_name_column_width=48))
     print(f"trace: {options.to} (tensorboard --logdir {options.to}, with torch-tb-profiler; or "
           "ui.perfetto.dev)")
     return 0
@@ -110,14 +105,3 @@ def _phases(spent_s: dict[str, float], steps: int) -> str:
     rows = [f"{name:<18} {1e3 * s / steps:>9.3f} {100 * s / total:>6.1f} %"
             for name, s in sorted(spent_s.items(), key=lambda item: -item[1])]
     return "\n".join([f"{'phase':<18} {'ms/step':>9} {'share':>8}", *rows, ""])
-
-
-def _operations(averages: list[Any], on_gpu: bool, steps: int) -> str:
-    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    found = sorted(((getattr(a, key), a.key, a.count) for a in averages
-                    if not a.key.startswith(("phase: ", "ProfilerStep"))), reverse=True)
-    total = sum(spent for spent, _, _ in found) or 1
-    rows = [f"{name[:48]:<48} {spent / 1e3 / steps:>9.3f} {100 * spent / total:>6.1f} % "
-            f"{count / steps:>7.1f}" for spent, name, count in found[:OPERATIONS]]
-    title = f"operation (on the {'GPU' if on_gpu else 'CPU'})"
-    return "\n".join([f"{title:<48} {'ms/step':>9} {'share':>8} {'calls':>7}", *rows, ""])

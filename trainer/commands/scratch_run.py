@@ -19,6 +19,7 @@ from trainer.resilience.stop_signals import StopSignals
 from trainer.run.build import build
 from trainer.run.run import Run
 from trainer.run.warmup import start
+from trainer.step import StepResult
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
@@ -42,8 +43,7 @@ def scratch_run(
             eval=dataclasses.replace(config.eval, every=off, best="auto"),
             log=dataclasses.replace(
                 config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
-                graph="off", wandb="off", hints_off=("all",)),
-        )  # fmt: skip
+                graph="off", wandb="off", hints_off=("all",)))
         threads = None if config.world.threads == "auto" else config.world.threads
         with World.form(device=config.device, threads=threads, launch=LaunchInfo()) as world:
             marks = ProgressMarks(log.status)
@@ -58,3 +58,10 @@ def scratch_run(
                 built.loader.close()
                 built.folder.metrics.close()
                 log.close()
+
+
+def next_step(run: Run) -> StepResult:
+    """Make the next step, in the next epoch if the stream's epoch has ended."""
+    while (result := run.step(run.loader.window())) is None:
+        run.loader.next_epoch()
+    return result

@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
@@ -41,35 +40,22 @@ THREADS_AFTER_S = 5.0
 """Seconds after a complete run until a warning names the threads that keep the process alive."""
 
 
-@dataclass
-class CurrentRun:
-    """The guard of the run that an attempt has built, for other threads and for the end."""
-
-    guard: Guard | None = None
-
-    def release(self) -> None:
-        """Give back what the run holds, in a process that continues."""
-        if self.guard is not None:
-            self.guard.release()
-        self.guard = None
-
-
 class RankProcess:
     """The process of one rank. The handlers of `stop` are installed; `commands` are the names of
-    the other commands, for the error message about an unknown one."""
+    the other commands, which a misspelt one is compared with."""
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
         self._stop, self._commands = stop, ", ".join(commands)
-        self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
-        self._failure, self._current = Failure(self._log), CurrentRun()
+        self._log, self._launch = Log(), LaunchInfo()
+        self._training = Training(self._log, stop)
         self._grace_s, self._complete = math.inf, False
 
     def run(
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
         is_program: bool = True,
     ) -> int:
-        """Train, by the arguments or a configuration; returns the exit code. The process ends
-        afterwards if it `is_program`; otherwise it belongs to the user."""
+        """Train, by the arguments or a configuration; returns the exit code. Unless it
+        `is_program`, the process continues afterwards."""
         code, last_words = EXIT_FAILURE, ""
         try:
             code = self._train(arguments, config)
@@ -77,7 +63,7 @@ class RankProcess:
             code, last_words = error.exit_code, self._explain_refusal(error)
         except TrainerError as error:
             code = error.exit_code
-            self._failure.end(error)
+            self._training.failure.end(error)
             if self._launch.rank == 0:
                 failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
                 last_words = str(error) if failed else ""
@@ -86,15 +72,14 @@ class RankProcess:
             if isinstance(error, SystemExit) and self._log.status.phase is Phase.START:
                 raise  # after --help
             self._stop.leave_if_idle()
-            self._failure.note(error)
-            code, last_words = self._failure.explain()
+            self._training.failure.note(error)
+            code, last_words = self._training.failure.explain()
         _end_workers()
         self._log.close()
         self._leave(code, last_words)
         self._complete = code == EXIT_COMPLETE
-        if self._complete and is_program and _lasting_threads():
-            threading.Thread(target=_name_threads, args=(self._log,), name="end",
-                             daemon=True).start()
+        if self._complete and is_program:
+            threading.Thread(target=_name_lasting_threads, args=(self._log,), daemon=True).start()
         return code
 
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
@@ -102,8 +87,8 @@ class RankProcess:
         allow_files(launch.local_size, launch.size - launch.local_size)
         check_cache_folder()
         self._log = log = Log(launch.rank)
-        self._failure = Failure(log)
         stop, orders = self._stop, Orders()
+        self._training = Training(log, stop)
         if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
             stop.watch(orders.follow(int(descriptor)), "the launcher")
         stop.leave_when(lambda: log.status.has_nothing_at_stake, self._leave_before_training)
@@ -111,7 +96,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
-        self._failure = Failure(log, config)
+        self._training = training = Training(log, stop, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
@@ -120,8 +105,8 @@ class RankProcess:
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
             orders.attach(world)
-            return train_attempt(config, world, log, stop, self._agent, self._failure,
-                                 self._current)
+            training.run(config, world)
+        return EXIT_COMPLETE
 
     def _explain_refusal(self, error: ConfigError) -> str:
         """Log a refused configuration on one rank; returns the message for the launcher."""
@@ -137,13 +122,14 @@ class RankProcess:
 
     def _leave(self, code: int, last_words: str = "") -> None:
         """Tell the launcher the exit code."""
-        leave_launcher(code, self._launch, lambda: self._stop.senders[self._agent],
+        stop = self._stop
+        leave_launcher(code, self._launch, lambda: stop.senders[stop.launcher],
                        last_words=last_words)
 
     def _leave_before_training(self) -> int:
         """Report a stop before the first step, with nothing to save; returns the exit code."""
         stop, log, launch = self._stop, self._log, self._launch
-        if stop.only_from(self._agent) and has_lost_rank(launch):  # torchrun restarts all ranks
+        if stop.only_from(stop.launcher) and has_lost_rank(launch):  # torchrun restarts all ranks
             log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
             return EXIT_FAILURE
         why = f"stopped on request ({stop.reason}) before the first step of this start"
@@ -158,7 +144,7 @@ class RankProcess:
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
-        guard, log, status = self._current.guard, self._log, self._log.status
+        guard, log, status = self._training.guard, self._log, self._log.status
         # In the last phase the last step is already saved, and the best weights are tested.
         saved = guard is not None and status.phase is Phase.FINISH
         if saved or (guard is not None and guard.emergency_save_from_watchdog(lost=False)):
@@ -174,77 +160,79 @@ class RankProcess:
         return EXIT_FAILURE
 
 
-def train_attempt(
-    config: Config[Any], world: World, log: Log, stop: StopSignals, agent: int, failure: Failure,
-    current: CurrentRun, *, watched: bool = True,
-) -> int:
-    """Collective. Build the run and train to its end; after a failure, save what can be saved.
+class Training:
+    """The training of one attempt on this rank, and what is saved if it fails."""
 
-    Args:
-        agent: pid of the launcher.
-        current: receives the guard of the run as soon as it is built.
-        watched: False: `--watchdog.limit-s auto` sets no limit.
-    """
-    from trainer.loop import train
-    from trainer.resilience.watchdog import Watchdog
-    from trainer.run.build import build
-    from trainer.run.warmup import start
+    def __init__(self, log: Log, stop: StopSignals, config: Config[Any] | None = None) -> None:
+        self._log, self._stop = log, stop
+        self.failure = Failure(log, config)
+        self.guard: Guard | None = None  # of the run, once it is built
 
-    limit_s: Any = config.watchdog.limit_s
-    own = os.getpid()
-    if limit_s == "auto":
-        limit_s = None if watched else math.inf
-    start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-    with Watchdog(world, log, limit_s=limit_s, start_s=start_s) as watchdog:
-        built = build(config, world, log, stop, watchdog.marks)
-        guard = current.guard = built.guard
-        watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,
-                       lambda: guard.checkpoint.in_flight, guard.timing)
-        try:
+    def run(self, config: Config[Any], world: World, *, watched: bool = True) -> None:
+        """Collective. Build the run and train to its end; after a failure, save what can be saved.
+        `--watchdog.limit-s auto` sets no limit unless `watched`."""
+        from trainer.loop import train
+        from trainer.resilience.watchdog import Watchdog
+        from trainer.run.build import build
+        from trainer.run.warmup import start
+
+        limit_s: Any = config.watchdog.limit_s
+        own, stop = os.getpid(), self._stop
+        if limit_s == "auto":
+            limit_s = None if watched else math.inf
+        start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
+        with Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog:
+            built = build(config, world, self._log, stop, watchdog.marks)
+            guard = self.guard = built.guard
+            watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,
+                           lambda: guard.checkpoint.in_flight, guard.timing)
             try:
-                train(start(built))
-            except BaseException:
-                if os.getpid() != own:  # a process forked by the task, not a rank
-                    traceback.print_exc()
-                    os._exit(EXIT_FAILURE)
-                forget_workers()  # first: torch's handler could raise during the cleanup below
+                try:
+                    train(start(built))
+                except BaseException:
+                    if os.getpid() != own:  # a process forked by the task, not a rank
+                        traceback.print_exc()
+                        os._exit(EXIT_FAILURE)
+                    forget_workers()  # first: torch's handler could raise during the cleanup below
+                    raise
+            except StopRequested:
+                stop.disarm()
+                with contextlib.suppress(OSError):  # the checkpoint has the metric lines too
+                    guard.close()
                 raise
-        except StopRequested:
-            stop.disarm()
-            with contextlib.suppress(OSError):  # the checkpoint has the metric lines too
-                guard.close()
-            raise
-        except BaseException as error:
-            watchdog.stop()  # from here on this thread saves and reports
-            _survive(guard, error, stop, agent, failure)
-            if isinstance(error, SystemExit):
-                raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
-            raise
-        guard.close()
-    return EXIT_COMPLETE
+            except BaseException as error:
+                watchdog.stop()  # from here on this thread saves and reports
+                self._survive(guard, error)
+                if isinstance(error, SystemExit):
+                    raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
+                raise
+            guard.close()
 
-
-def _survive(
-    guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
-) -> None:
-    """Save what can be saved after an error. Raises StopRequested in place of an error that came
-    while a stop was requested, if nothing is lost."""
-    if isinstance(error, TrainerError):
+    def _survive(self, guard: Guard, error: BaseException) -> None:
+        """Save what can be saved after an error. Raises StopRequested in place of an error that
+        came while a stop was requested, if nothing is lost."""
+        if isinstance(error, TrainerError):
+            guard.abandon()
+            return
+        stop, status, secondary = self._stop, self._log.status, lost_peer(error)
+        # A signal from the launcher alone is torchrun's reaction to the death of the peer.
+        asked = stop.requested and not (secondary and stop.only_from(stop.launcher))
+        if not asked:
+            self.failure.note(error, step=guard.current_step)
+        kept = guard.emergency_save(own=not secondary)
         guard.abandon()
-        return
-    log, secondary = guard.context.log, lost_peer(error)
-    # A signal from the launcher alone is torchrun's reaction to the death of the peer.
-    asked = stop.requested and not (secondary and stop.only_from(agent))
-    if not asked:
-        failure.note(error, step=guard.current_step)
-    kept = guard.emergency_save(own=not secondary)
-    guard.abandon()
-    if asked and kept:
-        stop.leave_if_idle()
-        log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
-                    f"{type(error).__name__}: {error}")
-        raise StopRequested(f"stopped on request after step {log.status.step}; "
-                            "run the same command to continue") from error
+        if asked and kept:
+            stop.leave_if_idle()
+            self._log.warning(f"while stopping, step {status.step} ({status.phase}): "
+                              f"{type(error).__name__}: {error}")
+            raise StopRequested(f"stopped on request after step {status.step}; "
+                                "run the same command to continue") from error
+
+    def release(self) -> None:
+        """Give back what the run holds, in a process that continues."""
+        if self.guard is not None:
+            self.guard.release()
+        self.guard = None
 
 
 def show_cause(error: BaseException) -> None:
@@ -254,15 +242,11 @@ def show_cause(error: BaseException) -> None:
         say(writable("".join(traceback.format_exception(cause))))
 
 
-def _lasting_threads() -> list[str]:
-    return [t.name for t in threading.enumerate()
-            if not t.daemon and t is not threading.main_thread()]
-
-
-def _name_threads(log: Log) -> None:
+def _name_lasting_threads(log: Log) -> None:
     """Warn of threads that keep the process alive after the end of a run."""
     time.sleep(THREADS_AFTER_S)
-    if names := _lasting_threads():
+    if names := [thread.name for thread in threading.enumerate()
+                 if not thread.daemon and thread is not threading.main_thread()]:
         log.warning(f"the run is complete, but the process waits for threads of the task or of a "
                     f"library: {', '.join(names)}; a stop signal ends the wait after "
                     "--stop.grace-s, and threads made with daemon=True are not waited for")

@@ -39,8 +39,7 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
             "--parallel.find-unused on.")
 
 
-CAPACITY = 64
-"""Maximal number of values that one gradient all-reduce carries besides the gradients."""
+CAPACITY = 64  # of the values that one gradient all-reduce carries besides the gradients
 
 REQUESTS = ("stop", "save", "fail", "saved", "recorded")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
@@ -48,9 +47,10 @@ the last save is complete; metrics.jsonl has all lines of the steps before durab
 
 Vector = Tensor | list[float]
 
-_FIXED = ("loss", "count", "samples", "replaced", *REQUESTS)
+_COUNTED = ("loss", "count", "samples", "replaced")
+_FIXED = (*_COUNTED, *REQUESTS)
 COUNT = _FIXED.index("count")
-REQUESTED = slice(_FIXED.index(REQUESTS[0]), len(_FIXED))
+REQUESTED = slice(len(_COUNTED), len(_FIXED))
 _NO_REQUESTS = (False,) * len(REQUESTS)
 
 
@@ -61,12 +61,9 @@ class StepSums:
     loss: float
     count: float
     samples: int
-    replaced: int
-    """Number of samples that replaced bad ones."""
-    requests: frozenset[str]
-    """Members of `REQUESTS` that at least one rank has requested."""
-    metrics: dict[str, tuple[float, float]]
-    """Name → (sum, count), named losses included."""
+    replaced: int  # samples that replaced bad ones
+    requests: frozenset[str]  # members of `REQUESTS`, of at least one rank
+    metrics: dict[str, tuple[float, float]]  # name → (sum, count), named losses included
 
     @classmethod
     def empty(cls) -> StepSums:
@@ -75,21 +72,17 @@ class StepSums:
 
 
 class MetricAccumulator:
-    """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
-
-    With `on_host` each number is read at once, for which a device would have to be waited for.
-    """
+    """Accumulates loss, counts and metrics of this rank's micro-batches in a step. With `on_host`
+    each number is read at once, for which a device would have to be waited for."""
 
     def __init__(self, *, on_host: bool) -> None:
-        self.names: tuple[str, ...] | None = None
-        """Names of the task's metrics, in their order; None before the first forward."""
+        self.names: tuple[str, ...] | None = None  # of the task's metrics, once a forward has run
         self.totals: list[Tensor | float] = []
         """Loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
         self.forget()
 
     def forget(self) -> None:
-        """Reset."""
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
@@ -146,17 +139,15 @@ class MetricAccumulator:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
         sums = rows[0] if len(rows) == 1 else [_sum(column) for column in zip(*rows, strict=True)]
-        sums[4:4] = self._requests  # each counts as 0 or 1
-        self._requests = _NO_REQUESTS
-        return sums
+        requests, self._requests = self._requests, _NO_REQUESTS  # each counts as 0 or 1
+        return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
 
 class Objective(nn.Module):
     """Model and task loss as one module, whose forward returns the loss.
 
     With several ranks, `stats_carrier` is a parameter whose gradient is, by construction, the
-    vector of this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests
-    need no separate collective.
+    vector of this rank's sums. DDP all-reduces it with the gradients, in the same collective.
 
     Args:
         nominal_count: divisor of the summed loss before backward, so that gradients have the
@@ -182,13 +173,10 @@ class Objective(nn.Module):
         """Dtype of the loss → the gradient with which backward begins, in place of 1: that of the
         mean. Empty with several ranks, where `forward` divides the loss, to which it adds sums."""
 
-    def forward(self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None,
+    def forward(self, batch: Any, samples: int, requests_if_last: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
-        """Compute the scalar loss of a micro-batch.
-
-        This rank's `requests` are given with its last micro-batch of a step, whose backward reduces
-        gradients and sums.
-        """
+        """Compute the scalar loss of a micro-batch. Only the last one of a step carries this rank's
+        requests: its backward reduces gradients and sums."""
         try:
             outcome = self.loss(self.model, batch)
         except Exception as error:
@@ -203,8 +191,8 @@ class Objective(nn.Module):
             loss = loss.float()
         if self.stats_carrier is not None:
             loss = loss * self._factor
-        if requests is not None:
-            self.accumulator.set_requests(requests, self._nonfinite())
+        if requests_if_last is not None:
+            self.accumulator.set_requests(requests_if_last, self._nonfinite())
             if self.stats_carrier is not None:
                 sums = _stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))
@@ -219,9 +207,7 @@ class Objective(nn.Module):
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
         """Return the reduced sums of the step, on the device unless reading them is free; reset.
-
-        `scale` is the factor of the loss in backward (fp16), which the reduced sums contain too.
-        """
+        They contain `scale`, the factor of the loss in backward (fp16)."""
         if self.stats_carrier is None:
             return self._on_device(self.accumulator.take())
         factor = num_ranks / scale
@@ -251,7 +237,7 @@ class Objective(nn.Module):
             with waiting_for(WaitsFor.PEERS):
                 *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
-        loss, count, samples, replaced = values[:4]
+        loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
         pairs = zip(values[len(_FIXED) :: 2], values[len(_FIXED) + 1 :: 2], strict=True)

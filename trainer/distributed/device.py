@@ -10,7 +10,7 @@ from trainer.errors import ConfigError
 
 
 def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> torch.device:
-    """Select the device of this rank: `--device auto|cpu|cuda|mps`."""
+    """The device of this rank: `--device auto|cpu|cuda|mps`."""
     if wanted == "auto":
         alone_on_mps = size == 1 and torch.backends.mps.is_available()
         wanted = "cuda" if torch.cuda.is_available() else "mps" if alone_on_mps else "cpu"
@@ -29,13 +29,10 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
                                   f"use --nproc_per_node={found}, or --device cpu.")
             return torch.device("cuda", local_rank)
         case "mps":
-            if size > 1:
-                raise ConfigError(f"--device mps with {size} ranks: gloo and nccl cannot reduce "
-                                  "tensors on mps, and a Mac has one such device; use one "
-                                  "process (python -m trainer), or --device cpu.")
-            if not torch.backends.mps.is_available():
-                raise ConfigError(f"--device mps: PyTorch {torch.__version__} finds no usable "
-                                  "Apple GPU; use --device cpu or auto.")
+            if size > 1 or not torch.backends.mps.is_available():
+                raise ConfigError(f"--device mps with {size} ranks: it needs an Apple GPU that "
+                                  f"PyTorch {torch.__version__} can use, and one rank, since "
+                                  "gloo and nccl cannot reduce its tensors; use --device cpu.")
             return torch.device("mps")
     raise ConfigError(f"--device {wanted}: unknown device; use auto, cpu, cuda or mps.")
 
@@ -43,8 +40,7 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
 def share_of_cores(local_size: int) -> int:
     """Intra-op threads of a rank: cores available to this process / ranks on this host, at least 1.
     OMP_NUM_THREADS is ignored, which torchrun sets to 1 unless the user has set it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // local_size)
+    return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def device_mb(device: torch.device) -> float:

@@ -11,25 +11,22 @@ import trainer
 TRAINER_FOLDER = os.path.dirname(os.path.abspath(str(trainer.__file__))) + os.sep
 _LAUNCH = os.path.join(os.path.dirname(TRAINER_FOLDER[:-1]), "launch") + os.sep
 _TASKS = os.path.join(TRAINER_FOLDER, "tasks", "")
-_LOSSES = os.path.join(_TASKS, "losses.py")
-"""The shipped tasks count as the user's code; the losses that tasks call do not."""
+_LOSSES = os.path.join(_TASKS, "losses.py")  # not counted as the user's code, unlike the tasks
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error is secondary: a collective broke or timed out because another rank ended.
-
-    Gloo and NCCL raise plain RuntimeErrors, which differ from others only in the message. An error
-    that another rank reports in `World.raise_on_all_ranks` begins with its number and is not
-    secondary. Nor is such an error that user code raises, unless it handles a secondary one.
-    """
+    Gloo and NCCL raise plain RuntimeErrors, which differ from others only in the message. One that
+    begins with a rank is reported by `World.raise_on_all_ranks` and not secondary. Nor is one that
+    user code raises, unless it handles a secondary one."""
     words = ("connection closed by peer", "connection reset by peer", "broken pipe",
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
              "application timeout caused")
     kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
-    if type(error).__name__ not in kinds or (text := text_of(error).lower()).startswith("rank "):
-        return False
-    if not any(word in text for word in words):
+    text = text_of(error).lower()
+    if (type(error).__name__ not in kinds or text.startswith("rank ")
+            or not any(word in text for word in words)):
         return False
     behind = error.__cause__ or error.__context__
     return not _raised_by_others(error) or (behind is not None and lost_peer(behind))
@@ -38,10 +35,10 @@ def lost_peer(error: BaseException) -> bool:
 def _raised_by_others(error: BaseException) -> bool:
     """Whether a `raise` statement of user code raised it; a collective raises from C."""
     last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
     if last is None:
         return False
-    while last.tb_next is not None:
-        last = last.tb_next
     code = last.tb_frame.f_code
     by_statement = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return by_statement and foreignness(code.co_filename) < 2

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     from trainer.data.sampler import BatchPlan, MicroBatchSpec
     from trainer.distributed.ddp import Objective
 
-Span = tuple[int, int]
-"""A node of the tree, as the range of its leaves: (first, end)."""
-
 T = TypeVar("T")
-
-ALIGN = 16
-"""Alignment in bytes of sections and slices in a flat buffer."""
+Span = tuple[int, int]  # a node of the tree, as the range of its leaves: (first, end)
+ALIGN = 16  # bytes: alignment of sections and slices in a flat buffer
 SMALL = 1 << 18
 """Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
@@ -49,8 +45,7 @@ class TreeSum(Generic[T]):
 
     def __init__(self, leaves: int, join: Callable[[T, T], T]) -> None:
         self._leaves, self._join = leaves, join
-        self.parts: list[tuple[Span, T]] = []
-        """Nodes without their sibling so far: at most about 2 · log2(leaves)."""
+        self.parts: list[tuple[Span, T]] = []  # nodes without their sibling so far
 
     def push(self, span: Span, value: T) -> None:
         """Add the next node to the right."""
@@ -80,10 +75,8 @@ class ReductionPlan:
     """Which partial sums the ranks exchange in a step of M micro-batches."""
 
     leaves: int
-    spans: tuple[tuple[Span, ...], ...]
-    """Subtrees of each rank. Round n exchanges the n-th subtree of every rank."""
-    order: list[int]
-    """Index of each micro-batch's row among the rows of all ranks, spec by spec."""
+    spans: tuple[tuple[Span, ...], ...]  # subtrees of each rank; round n exchanges the n-th
+    order: list[int]  # index of each micro-batch's row among the rows of all ranks
 
     @classmethod
     def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
@@ -115,7 +108,7 @@ class GradientLayout:
         return torch.empty(span[1] - span[0], dtype=torch.uint8, device=self._parameters[0].device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """View a whole buffer as gradients."""
+        """A whole buffer as gradients."""
         views = []
         for parameter, offset in zip(self._parameters, self._offsets, strict=True):
             dense = torch.empty_like(parameter).stride() == parameter.stride()
@@ -125,7 +118,7 @@ class GradientLayout:
         return views
 
     def numbers(self, piece: Tensor, span: Span) -> list[Tensor]:
-        """View a slice as numbers: one vector per dtype."""
+        """A slice as one vector per dtype."""
         parts = [(dtype, max(first, span[0]), min(end, span[1]))
                  for dtype, first, end in self._sections]
         return [piece[first - span[0] : end - span[0]].view(dtype)
@@ -143,8 +136,8 @@ class GradientBuffer(NamedTuple):
 class BatchNormStatistics:
     """Running statistics of batch norms, combined in the order of micro-batches, in float64.
 
-    Each micro-batch starts with the statistics b of the step boundary and ends with a row x. From
-    the statistics r so far, a row of k calls gives (1 - momentum)^k · (r - b) + x.
+    Each micro-batch starts with the statistics b of the step boundary and ends with a row x of k
+    calls. From the statistics r so far it gives (1 - momentum)^k · (r - b) + x.
     """
 
     def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
@@ -168,7 +161,7 @@ class BatchNormStatistics:
         self._mean = plain[self._owner] if any(m.momentum is None for m in modules) else None
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """View a row as one tensor for each tensor of `live`."""
+        """A row as one tensor for each tensor of `live`."""
         parts = row.split([b.numel() for b in self.live])
         return [part.view(b.shape) for part, b in zip(parts, self.live, strict=True)]
 
@@ -211,13 +204,11 @@ class RankInvariantReduction:
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._batch_plan, self._optional = batch_plan, optional
         self.statistics = BatchNormStatistics(model, dict(buffers.pairs()))
-        self.shared = frozenset(self.statistics.live)
-        """Buffers that are equal on all ranks after the last micro-batch."""
+        self.shared = frozenset(self.statistics.live)  # buffers that stay equal on all ranks
         self._layout = GradientLayout(self._parameters)
         self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
         self._allocated: list[GradientBuffer] = []
-        self._open: GradientBuffer | None = None
-        """The buffer to which backward adds."""
+        self._open: GradientBuffer | None = None  # the one to which backward adds
         self._pieces: dict[Any, Tensor] = {}
         self._used: set[int] = set()
         for i, parameter in enumerate(self._parameters if optional else ()):
@@ -228,10 +219,10 @@ class RankInvariantReduction:
     def __call__(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Collective. Yield the micro-batches; gradients and sums are complete after the last."""
         for index, micro in enumerate(micro_batches):
-            if index:
-                self._buffers.put_back()
-            else:
+            if index == 0:
                 self._begin(micro.spec.step)
+            else:
+                self._buffers.put_back()
             if self._open is None and micro.spec.number >= 0:
                 self._accumulate()
             yield micro
@@ -258,11 +249,9 @@ class RankInvariantReduction:
             parameter.grad = view
 
     def _free_buffer(self) -> GradientBuffer:
-        """A buffer that is not in use."""
         if self._free:
             return self._free.pop()
-        whole = (0, self._layout.size)
-        flat = self._layout.buffer(whole).zero_()
+        flat = self._layout.buffer(whole := (0, self._layout.size)).zero_()
         self._allocated.append(GradientBuffer(
             flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
         return self._allocated[-1]
@@ -315,8 +304,8 @@ class RankInvariantReduction:
         return rows
 
     def _send(self, own: GradientBuffer | None) -> None:
-        """Collective. Begin the next round: exchange the next partial sums of all ranks; this
-        rank's is `own`, None if it has no further one."""
+        """Collective. Begin the next round: exchange the next partial sum of each rank that has a
+        further one; this rank's is `own`."""
         outgoing: list[tuple[Tensor, int]] = []
         if own is not None:
             self._sent.append(own)

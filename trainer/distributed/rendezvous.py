@@ -20,35 +20,26 @@ import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 RESULT_GRACE_S = 5.0  # extra time of a peer, so that rank 0's list of missing ranks comes first
 
 
 def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
-    """Collective. Return (nonce, store) of this attempt; no other attempt uses the store's keys.
-
-    The launcher's variables decide who hosts the store: torchrun's agent or rank 0.
-    """
-    try:
-        # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store
-        # would wait for all ranks inside the store and could not name the missing ones.
-        shared, _, _ = next(rendezvous("env://", rank, -2, timeout=timedelta(seconds=timeout_s)))
-    except DistError as error:
-        raise RuntimeError(f"rank {rank} of {size} cannot reach the store at "
-                           "MASTER_ADDR:MASTER_PORT, which the launcher or rank 0 hosts: "
-                           f"{error}") from error
+    """Collective. (nonce, store) of this attempt; no other attempt uses the store's keys. The
+    launcher's variables decide who hosts the store: torchrun's agent or rank 0."""
+    # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store would
+    # wait for all ranks inside the store and could not name the missing ones.
+    shared, _, _ = next(rendezvous("env://", rank, -2, timeout=timedelta(seconds=timeout_s)))
     nonce = handshake(PrefixStore("trainer/handshake", shared), rank=rank, size=size,
                       timeout_s=timeout_s)
     return nonce, PrefixStore(nonce, shared)
 
 
 def handshake(store: Store, *, rank: int, size: int, timeout_s: float) -> str:
-    """Collective. Return the nonce of this attempt (32 hex digits), equal on all ranks.
-
-    A TimeoutError on every rank names the ranks that are missing.
-    """
+    """Collective. The nonce of this attempt (32 hex digits), equal on all ranks. A TimeoutError on
+    every rank names the ranks that are missing."""
     return _join(store, rank, size, timeout_s) if rank else _host(store, size, timeout_s)
 
 
@@ -97,22 +88,19 @@ def _join(store: Store, rank: int, size: int, timeout_s: float) -> str:
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until `done` returns true; return whether it did in time.
-
-    Blocking in the store would delay Python's signal handlers and lock its one connection. The
-    interval is 5 ms in the first 2 s, so that a restart does not lose time here, then 50 ms.
-    """
+    """Poll until `done` returns true; return whether it did in time. Blocking in the store would
+    delay Python's signal handlers and lock its one connection."""
     start = time.monotonic()
     while not done():
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
             return False
-        time.sleep(0.005 if waited_s < 2 else 0.05)
+        time.sleep(0.005 if waited_s < 2 else 0.05)  # first a restart must not lose time here
     return True
 
 
 def _missing_message(ranks: Iterable[int], size: int, timeout_s: float) -> str:
-    listed = sorted(ranks)
-    names = f"rank {listed[0]}" if len(listed) == 1 else f"ranks {', '.join(map(str, listed))}"
-    return (f"{names} of {size} did not join within {timeout_s:g} s; look in the output of that "
-            "process or host for the reason, or wait longer if it only starts slowly")
+    names = ", ".join(map(str, sorted(ranks)))
+    return (f"rank{'s' * (',' in names)} {names} of {size} did not join within {timeout_s:g} s; "
+            "look in the output of that process or host for the reason, or wait longer if it only "
+            "starts slowly")

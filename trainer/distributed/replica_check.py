@@ -17,29 +17,20 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Checksum of each tensor: the sum of its bits as integers modulo 2^64, on its device. A single
-    flipped bit always changes it."""
-    sums = [_integers(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
+    """Checksum of each tensor: the sum of its bits as integers modulo 2^64. A single flipped bit
+    always changes it."""
+    sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """View the bits as 8-byte integers, whose sum is several times as fast, if the memory layout
-    allows; otherwise as one integer per element."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)
-    size = tensor.element_size()
-    whole = (tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0)
-    if tensor.is_contiguous() and whole:
-        return tensor.reshape(-1).view(torch.int64)
-    return tensor.view(_INTEGERS[size])
+    return tensor.detach().view(_INTEGERS[min(8, tensor.element_size())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """Result of a failed replica check at a step boundary."""
+    """Result of a failed replica check."""
 
-    step: int
     ranks: list[int]
     """Ranks that differ from the majority; all ranks if there is none, as with two ranks."""
     tensors: list[str]
@@ -50,13 +41,10 @@ class ReplicaMismatch:
 class ReplicaCheck:
     """Compares checksums over the ranks and remembers the last step at which they were equal."""
 
-    tensors: Callable[[], Mapping[str, Tensor]]
-    """Returns all parameters and optimizer tensors by name."""
+    tensors: Callable[[], Mapping[str, Tensor]]  # all parameters and optimizer tensors by name
     world: World
-    step: int = 0
-    """Last step at which all ranks were equal."""
-    consecutive_mismatches: int = 0
-    """Consecutive mismatches without progress beyond the step of the previous mismatch."""
+    step: int = 0  # the last one at which all ranks were equal
+    consecutive_mismatches: int = 0  # without progress beyond the step of the one before
     _differed: int = -1
     _evidence: dict[str, Any] = field(default_factory=dict)
 
@@ -82,10 +70,10 @@ class ReplicaCheck:
         ranks = [r for r, total in enumerate(totals.tolist()) if not majority or total != common]
         if not majority and self.world.size == 2:
             self._keep_evidence(step, {name: tensors[name] for name in names})
-        return ReplicaMismatch(step=step, ranks=ranks, tensors=names)
+        return ReplicaMismatch(ranks=ranks, tensors=names)
 
     def restart_at(self, step: int) -> None:
-        """Continue from a step boundary at which all ranks were equal, after a roll-back."""
+        """Continue from this step after a roll-back: all ranks are equal there."""
         self.step = step
 
     def has_recomputed(self, step: int) -> bool:
@@ -94,11 +82,7 @@ class ReplicaCheck:
 
     def faulty_rank(self) -> int | None:
         """Collective. Which of two ranks was wrong, after the step was recomputed: the one whose
-        recorded elements are at the larger distance from the recomputed ones.
-
-        Updates since then have changed the elements of both ranks by the same amount, apart from
-        the fault. None if both distances are equal.
-        """
+        recorded elements are farther from the recomputed ones. None if both are equally far."""
         tensors, distances = self.tensors(), torch.zeros(2, dtype=torch.float64)
         for name, (indices, values) in self._evidence["elements"].items():
             recomputed = tensors[name].detach().cpu().reshape(-1)[indices].double()
@@ -115,8 +99,7 @@ class ReplicaCheck:
             own = tensor.detach().cpu().reshape(-1).clone()
             other = own.clone()
             self.world.broadcast([other], 0)
-            bits = _INTEGERS[own.element_size()]
-            differ = (own.view(bits) != other.view(bits)).to(torch.int32)
+            differ = (_integers(own) != _integers(other)).to(torch.int32)
             indices = self.world.all_sum(differ).nonzero().flatten()
             elements[name] = (indices, own[indices])
         self._evidence = {"step": step, "elements": elements}

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 64 << 20
-"""Tensors are sent in buffers of about this size."""
+BUCKET_BYTES = 64 << 20  # tensors are sent in buffers of about this size
 
 
 def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
@@ -28,22 +27,22 @@ def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the bytes of tensors on one device, as uint8.
 
-    On CPU they begin with a 16-byte hash of dtypes and shapes, since a collective fills a buffer
-    even from a message of another length. On a GPU the check would cost a synchronisation.
+    On CPU after a 16-byte hash of dtypes and shapes, since a collective fills a buffer even from a
+    message of another length. On a GPU the check would cost a synchronisation.
     """
-    return torch.cat([*_header(tensors), *map(_bytes, tensors)])
+    return torch.cat([*_header(tensors), *(
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)])
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy packed bytes into `tensors`, in place, for any strides."""
-    header = _header(tensors)
-    parts = list(flat.split([part.numel() for part in header] + [t.nbytes for t in tensors]))
-    for own in header:
-        if not torch.equal(parts.pop(0), own):
+    for own in _header(tensors):
+        header, flat = flat[: len(own)], flat[len(own) :]
+        if not torch.equal(header, own):
             shapes = [tuple(tensor.shape) for tensor in tensors[:8]]
             raise ValueError("the sender's tensors differ from the receiver's, which have the "
                              f"shapes {shapes}…")
-    for tensor, data in zip(tensors, parts, strict=True):
+    for tensor, data in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
         # The clone begins at an aligned address, which wider dtypes need.
         tensor.detach().copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
@@ -58,7 +57,3 @@ def _header(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     layout = repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode()
     return [padded(hashlib.blake2b(layout, digest_size=16).digest(), 16)]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

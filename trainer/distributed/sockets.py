@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
 import struct
-import sys
 from collections.abc import Collection, Iterator
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def connections() -> dict[int, tuple[int, int]]:
-    """Connected (not listening) TCP sockets of this process: inode → (local port, peer's port).
-
-    The inode identifies a connection: file descriptors are reused.
-    """
+    """Connected TCP sockets of this process: inode → (local port, peer's port). The inode
+    identifies a connection: file descriptors are reused."""
     return {inode: ports for inode, ports, _ in _open_connections()}
 
 
 def shut_down(inodes: Collection[int]) -> int:
-    """Shut down connections in both directions, so that their peers see the end at once; return the
-    number of those that were still open.
-
-    Unlike closing the descriptor, it works while another thread is in a call on the connection, and
-    while a forked child holds a copy of it.
-    """
+    """Shut down connections, so that their peers see the end at once; return how many were open.
+    Unlike closing, it works while another thread is in a call on the connection, and while a forked
+    child holds a copy of it."""
     count = 0
     for inode, _, connection in _open_connections():
         if inode in inodes:
@@ -45,11 +40,8 @@ def duplicates(inodes: Collection[int]) -> list[int]:
 
 def release_inherited(inodes: Collection[int]) -> None:
     """Release inherited copies of connections in a forked child: a copy keeps a connection open
-    after the process that uses it has died, so its peer would continue to wait.
-
-    The descriptors are redirected to /dev/null: inherited code that closes their numbers must not
-    close another file.
-    """
+    after the process that uses it has died, so its peer would continue to wait. Inherited code that
+    closes the descriptors must not close another file: they are redirected to /dev/null."""
     with contextlib.suppress(OSError):  # the limit of open files
         null_fd = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/dev/fd"):
@@ -62,13 +54,9 @@ def release_inherited(inodes: Collection[int]) -> None:
 
 def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     """Set the network interface of gloo and NCCL, unless the user has set one; return gloo's, None
-    if torch chooses it.
-
-    On one host it is the loopback, otherwise the interface on the route to `host`. Between hosts
-    gloo would otherwise announce the address of the host's name, which is often 127.0.0.1.
-    """
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    name = loopback if on_one_host else interface_towards(host, port)
+    if torch chooses it. On one host it is the loopback, otherwise the one on the route to `host`:
+    gloo would announce the address of the host's name, which is often 127.0.0.1."""
+    name = "lo" if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
@@ -76,9 +64,7 @@ def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Name of the interface on the route to `host`; None if unknown. Linux only."""
-    if sys.platform != "linux":
-        return None
+    """Name of the interface on the route to `host`; None if unknown."""
     try:
         routes = routes_to(host, port)
     except OSError:
@@ -91,10 +77,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 def routes_to(host: str, port: int) -> list[tuple[str, str]]:
     """(local address, remote address) of the route to each reachable address of `host`, equal if it
-    is this host. Raises OSError for an unknown name.
-
-    Reads the kernel's route by connecting a UDP socket, which sends no packet.
-    """
+    is this host. Raises OSError for an unknown name. Connecting a UDP socket sends no packet."""
     routes = []
     for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
@@ -108,8 +91,6 @@ def routes_to(host: str, port: int) -> list[tuple[str, str]]:
 
 def _interface_names() -> dict[bytes, str]:
     """Address of this host (4 or 16 bytes) → name of its interface."""
-    import fcntl  # exists on Unix only
-
     names: dict[bytes, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

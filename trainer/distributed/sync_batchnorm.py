@@ -1,8 +1,8 @@
 """Batch normalisation over the samples of all ranks, on any device, for empty batches too.
 
-`nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same,
-with one all-gather in the forward and one in the backward, whose rows every rank combines in the
-same order: statistics and buffers have the same bits on all ranks.
+`nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same with
+one all-gather each in the forward and backward, whose rows every rank combines in the same order:
+statistics and buffers have the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from trainer.errors import ConfigError
 
 def convert(model: nn.Module, world_size: int, device_type: str,
             process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
-    """Convert the batch norms of `model` to synchronised ones, in place.
+    """Convert the batch norms of `model` to synchronised ones, in place; return (model, their
+    number).
 
-    The modules stay the same objects: parameters, buffers, hooks and names in the state dict do
-    not change. With `world_size` 1 only `nn.SyncBatchNorm` modules on other devices than CUDA are
-    converted, since they could not train there. Subclasses that override `forward` are skipped.
-
-    Returns:
-        (model, number of converted modules).
+    The modules stay the same objects, with their parameters, buffers and hooks. With `world_size` 1
+    only `nn.SyncBatchNorm` modules on other devices than CUDA are converted, since they could not
+    train there. Subclasses that override `forward` are skipped.
     """
     on_cuda = device_type == "cuda"
     found = [m for m in model.modules() if isinstance(m, BatchNorm)
@@ -49,17 +47,14 @@ def convert(model: nn.Module, world_size: int, device_type: str,
 
 @functools.cache
 def _exclude_from_compilation() -> None:
-    """Keep torch.compile out of `SyncBatchNorm.forward`. Not a decorator: that imports for seconds.
-
-    It would compile the parts around the collective, on each rank for its own batch size: the bits
-    of the buffers could differ.
-    """
+    """Keep torch.compile out of `SyncBatchNorm.forward`: it would compile the parts around the
+    collective for each rank's own batch size, and the bits of the buffers could differ. Not a
+    decorator: that imports for seconds."""
     SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
         SyncBatchNorm.forward)
 
 
 def refuse(model: nn.Module) -> None:
-    """Refuse models that contain an `nn.SyncBatchNorm`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
@@ -69,10 +64,8 @@ def refuse(model: nn.Module) -> None:
 
 
 def guard_plain(model: nn.Module) -> None:
-    """Make plain batch norms ignore a batch of 0 samples. A second call changes nothing.
-
-    Torch keeps the running statistics, but counts the batch in `num_batches_tracked`.
-    """
+    """Make plain batch norms ignore a batch of 0 samples: torch keeps the running statistics, but
+    counts the batch in `num_batches_tracked`. A second call changes nothing."""
     for module in model.modules():
         plain = isinstance(module, BatchNorm) and not isinstance(
             module, SyncBatchNorm | nn.SyncBatchNorm)
@@ -88,31 +81,25 @@ def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> 
 
 
 class CudaSyncBatchNorm(nn.SyncBatchNorm):
-    """`nn.SyncBatchNorm` with a fix for empty batches in bf16 or fp16.
-
-    In torch a rank without samples sends zeros in the input's dtype while its peers send fp32, so
-    the all-gather mixes sizes (torch.nn.modules._functions.SyncBatchNorm, torch 2.14).
-    """
+    """`nn.SyncBatchNorm` with a fix for empty batches in bf16 or fp16: torch 2.14 sends zeros in
+    the input's dtype while the peers send fp32, so the all-gather mixes sizes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Collective in training mode. Input (N, C, …); the output has its shape and type."""
         if self.training and input.numel() == 0 and input.dtype in (torch.bfloat16, torch.float16):
             return super().forward(input.float()).to(input.dtype)
         return super().forward(input)
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm with training statistics over the samples of all ranks, in fp32 or wider.
-
-    A rank with 0 samples takes part and updates its buffers like the others. Without a group of at
-    least two ranks, and in eval mode, it is a plain batch norm without communication.
-    """
+    """Batch norm with training statistics over the samples of all ranks, in fp32 or wider. A rank
+    with 0 samples takes part and updates its buffers like the others. With one rank, and in eval
+    mode, it is a plain batch norm without communication."""
 
     process_group: dist.ProcessGroup | None = None
     communication: CommunicationTimer | None = None
 
     def measure_with(self, timer: CommunicationTimer) -> None:
-        """Record from now on how long ranks wait for each other in this module's collectives."""
+        """Record how long ranks wait for each other in this module's collectives."""
         self.communication = timer
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -120,11 +107,9 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Collective in training mode. Input (N, C, …); the output has its shape and type.
-
-        One value per channel on all ranks together is a ValueError on all of them, as in torch.
-        """
-        if not (self.training and dist.is_available() and dist.is_initialized()
+        """Collective in training mode. Input (N, C, …); the output has its shape and type. One
+        value per channel on all ranks together is a ValueError on all of them, as in torch."""
+        if not (self.training and dist.is_initialized()
                 and dist.get_world_size(self.process_group) > 1):
             output = super().forward(input)
             _uncount_empty(self, (input,), output)
@@ -155,9 +140,8 @@ class SyncBatchNorm(BatchNorm):
 def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
     """Collective. Gather `row` (K,) of every rank to (ranks, K)."""
     rows = row.new_empty(dist.get_world_size(module.process_group), row.numel())
-    # Sums use an all-gather too: with gloo it takes 2/3 of the time of an all-reduce, and the sum
-    # is in the order of ranks.
     began_s = 0.0 if module.communication is None else module.communication.clock()
+    # Sums use it too: with gloo it takes 2/3 of the time of an all-reduce, and ranks sum in order.
     dist.all_gather(list(rows.unbind()), row, group=module.process_group)
     if module.communication is not None:
         module.communication.add_collective(began_s)
@@ -165,11 +149,11 @@ def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
 
 
 def _global_statistics(x: Tensor, module: SyncBatchNorm) -> tuple[Tensor, Tensor, int]:
-    """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks.
+    """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks; NaN, NaN
+    and 0 without samples.
 
-    Each rank sends its (mean, variance, count). They are combined without cancellation: Chan,
-    Golub, LeVeque, "Algorithms for computing the sample variance" (1983), with M2 = variance *
-    count. With count 0, mean and variance are NaN.
+    Each rank's (mean, variance, count) are combined without cancellation: Chan, Golub, LeVeque,
+    "Algorithms for computing the sample variance" (1983), with M2 = variance * count.
     """
     dtype, channels = torch.promote_types(x.dtype, torch.float32), x.shape[1]
     if x.numel() == 0:

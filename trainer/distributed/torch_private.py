@@ -1,7 +1,5 @@
 """Every private name of torch that the trainer uses, with its purpose and why no public one serves.
-
-tests/unit/distributed/test_torch_private.py has a test for each entry.
-"""
+tests/unit/distributed/test_torch_private.py has a test for each entry."""
 
 from __future__ import annotations
 
@@ -33,21 +31,15 @@ def version(tensor: torch.Tensor) -> int:
 
 def set_timeout(group: ProcessGroup, timeout_s: float) -> None:
     """Set the timeout of all later collectives of a group, including those of DDP and user code.
-
-    Public functions set it when the group is made; a longer one is needed during compilation and
-    validation.
-    """
+    Public functions set it only when the group is made."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def unreduced(ddp: DistributedDataParallel) -> list[int] | None:
     """After a backward that all-reduces: indices of the parameters without a gradient; None if all
-    gradients were reduced.
-
-    DDP itself raises in the next forward only, after an update with unreduced gradients. With
-    accumulation `.grad` does not show it.
-    """
+    were reduced. DDP itself raises only in the next forward, after an update with unreduced
+    gradients, and with accumulation `.grad` does not show it."""
     try:
         ddp.reducer._check_reducer_finalized()  # type: ignore[attr-defined]
     except RuntimeError as error:
@@ -58,9 +50,7 @@ def unreduced(ddp: DistributedDataParallel) -> list[int] | None:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Within a backward: call `callback` after the last gradient, before DDP waits for its sums.
-
-    `register_multi_grad_hook` would cost a Python call for each parameter.
-    """
+    `register_multi_grad_hook` would cost a Python call for each parameter."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -71,10 +61,7 @@ def autograd_node() -> str:
 
 
 def compilation_callbacks() -> Any:
-    """Registry of callbacks at the begin and end of a compilation.
-
-    They mark a compilation that a kill interrupts, which can leave a broken cache.
-    """
+    """Registry of callbacks at the begin and end of a compilation, which a kill may interrupt."""
     from torch._dynamo.callback import callback_handler  # takes seconds
 
     return callback_handler
@@ -88,10 +75,8 @@ def default_compile_cache() -> str:
 
 
 def without_compile_wrapper(module: nn.Module) -> nn.Module:
-    """The module inside the wrapper of `torch.compile(module)`, compiled under its own name.
-
-    `module.compile()` does the same, but with the default options.
-    """
+    """The module inside the wrapper of `torch.compile(module)`, compiled under its own name with
+    the same options, which `module.compile()` would not know."""
     inner = getattr(module, "_orig_mod", None)
     if inner is None:
         return module
@@ -120,17 +105,14 @@ def rendezvous_state(handler: Any) -> Any:
 
 
 def stop_heartbeats(handler: Any) -> None:
-    """Stop the thread of a dynamic rendezvous whose store is lost; `shutdown` would use the store.
-    """
+    """Stop the thread of a rendezvous whose store is lost; `shutdown` would use the store."""
     handler._stop_heartbeats()
 
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """Context in which a module does not run its compiled code, which cannot be traced.
-
-    `torch.compiler.set_stance` would apply to all modules of the process.
-    """
+    `torch.compiler.set_stance` would apply to all modules of the process."""
     compiled, module._compiled_call_impl = module._compiled_call_impl, None
     try:
         yield
@@ -147,8 +129,6 @@ def tensorboard_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 
 def buffer_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, bool]]:
     """Of each buffer of a module itself: its dict, its key, whether the state dict contains it.
-
-    `named_buffers` omits a tensor's second name, and nothing public names the persistent ones.
-    """
-    for name, _ in module._buffers.items():
+    `named_buffers` omits a tensor's second name and does not tell the persistent ones."""
+    for name in module._buffers:
         yield module._buffers, name, name not in module._non_persistent_buffers_set

@@ -12,20 +12,15 @@ class WaitsFor(Enum):
     """What a thread waits for."""
 
     NOBODY = "nobody"
-    PEERS = "peers"
-    """Other ranks, or the device that waits for them."""
-    WRITER = "writer"
-    """The thread that writes checkpoints."""
-    PERSON = "person"
-    """A person at a debugger's prompt."""
+    PEERS = "peers"  # other ranks, or the device that waits for them
+    WRITER = "writer"  # the thread that writes checkpoints
+    PERSON = "person"  # at a debugger's prompt
 
 
 _COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.")
 """Packages of torch in which a thread waits for other ranks, also when user code calls them."""
-
 _OWN = ("torch", "trainer", "threading", "concurrent")
 """Top-level packages whose frames are skipped in the search for user code."""
-
 _markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
 """Thread → (wait, code that marked it), the innermost last."""
 
@@ -49,21 +44,18 @@ class waiting_for:
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
-    """Return what the thread with this innermost frame waits for.
-
-    A marker counts unless user code runs below it: from the innermost frame outwards, a frame of
-    the trainer, or of the code that marked the wait, comes before any frame of user code. Without
-    a marker a thread waits for its peers inside torch's collectives, which user code may call, and
-    for a person if a debugger has control (`bdb.Bdb`, from which pdb and IPython's derive).
-    """
+    """What the thread with this innermost frame waits for. A marker counts unless user code runs
+    below it: outwards from the innermost frame, one of the trainer, or of the code that marked the
+    wait, comes before any of user code. Without a marker a thread waits for its peers inside
+    torch's collectives, which user code may call, and for a person if a debugger has control
+    (`bdb.Bdb`, from which pdb and IPython's derive)."""
     if frame is None:
         return WaitsFor.NOBODY
     if f"{_module(frame)}.".startswith(_COLLECTIVES):
         return WaitsFor.PEERS
-    stack = _markers.get(thread)
-    if stack:
+    inner: FrameType | None = frame
+    if stack := _markers.get(thread):
         whom, code = stack[-1]
-        inner: FrameType | None = frame
         while inner is not None:
             package = _module(inner).partition(".")[0]
             if package == "trainer" or inner.f_code is code:

@@ -37,50 +37,35 @@ class LaunchInfo:
     local_size: int = 1
     master_address: str = ""
     master_port: int = 0
-    run_id: str | None = None
-    """None if the process was not started by torch's elastic agent."""
-    restart_count: int = 0
-    max_restarts: int = 0
-    knows_exit_codes: bool = False
-    """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
-    hosts_store: bool = True
-    """Whether rank 0 hosts the store. Otherwise torch's elastic agent does."""
-    grace_s: float = 30.0
-    """Seconds between the death of a rank and the moment the launcher kills the other ranks."""
-    launch_id: str | None = None
-    """Id of one run of `python -m launch`, equal in all its attempts."""
+    run_id: str | None = None  # None: not started by torch's elastic agent
+    knows_exit_codes: bool = False  # the launcher is `python -m launch`
+    hosts_store: bool = True  # rank 0 hosts the store; otherwise torch's elastic agent does
+    grace_s: float = 30.0  # from the death of a rank until the launcher kills the others
+    launch_id: str | None = None  # of one run of `python -m launch`, equal in all its attempts
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchInfo:
-        """Read torchrun's variables from `environ` (default: `os.environ`)."""
-        env = os.environ if environ is None else environ
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> LaunchInfo:
+        """Read torchrun's variables."""
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
 
-        def check(condition: bool, name: str, expected: str) -> None:
-            if not condition:
-                found = f"is {env[name]!r}" if env.get(name) else "is not set"
-                raise ConfigError(f"environment variable {name} {found}; it must be {expected}: "
-                                  "start with torchrun or `python -m launch`, or set all of its "
-                                  "variables.")
-
         def number(name: str, default: str = "", *, low: int = 0, high: int = 2**31 - 1) -> int:
             text = env.get(name) or default
-            check(text.isdecimal() and low <= int(text) <= high, name,
-                  f"a whole number from {low} to {high}")
+            if not (text.isdecimal() and low <= int(text) <= high):
+                found = f"is {text!r}" if text else "is not set"
+                raise ConfigError(f"environment variable {name} {found}; it must be a whole number "
+                                  f"from {low} to {high}: start with torchrun or `python -m "
+                                  "launch`, or set all of its variables.")
             return int(text)
 
         size = number("WORLD_SIZE", low=1)
         local_size = number("LOCAL_WORLD_SIZE", low=1, high=size)
-        check(size == 1 or bool(env.get("MASTER_ADDR")), "MASTER_ADDR", "the address of rank 0")
         return cls(
             rank=number("RANK", high=size - 1), size=size,
             local_rank=number("LOCAL_RANK", high=local_size - 1), local_size=local_size,
             master_address=env.get("MASTER_ADDR", ""),
             master_port=number("MASTER_PORT", "0" if size == 1 else "", high=65535),
             run_id=env.get("TORCHELASTIC_RUN_ID"),
-            restart_count=number("TORCHELASTIC_RESTART_COUNT", "0"),
-            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
             hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             grace_s=float(env.get("TRAINER_GRACE_S", "30")),
@@ -91,10 +76,10 @@ class LaunchInfo:
 class World:
     """The ranks of one attempt. A context manager: closes on a normal exit, abandons on an error.
 
-    There are three process groups, each of all ranks: for gradients; for metrics and other tensors
-    on the CPU (so that a sum of metrics cannot pair with a sum of gradients if ranks are not at the
-    same place); and for JSON and barriers, with the long timeout. Nothing is pickled. A world of
-    one rank has no groups, and its collectives return what they would return among several ranks.
+    There are three process groups of all ranks: for gradients; for other tensors on the CPU, so
+    that a sum of metrics cannot pair with one of gradients if ranks are at different places; and
+    for JSON and barriers, with the long timeout. Nothing is pickled. A world of one rank has no
+    groups, and its collectives return what they would return among several ranks.
     """
 
     def __init__(self, launch: LaunchInfo, device: torch.device, threads: int) -> None:
@@ -102,27 +87,22 @@ class World:
         self.launch, self.device = launch, device
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.threads = threads
-        """Intra-op threads of this rank. They affect the bits, so a resumed run keeps them."""
-        self.nonce = uuid.uuid4().hex
-        """New for each attempt, equal on all ranks."""
+        self.threads = threads  # intra-op: they affect the bits, so a resumed run keeps them
+        self.nonce = uuid.uuid4().hex  # new for each attempt, equal on all ranks
         self.store: dist.Store | None = None
         """Key-value store of this attempt; None in a world of one. It has one locked connection: a
         thread that may block in it uses `store.clone()`."""
         self.group: dist.ProcessGroup | None = None
         """For gradients, torch's default (gloo on CPU, nccl on CUDA); None in a world of one."""
-        self.interface: str | None = None
-        """Network interface that connects the ranks; None if torch or the user chooses it."""
+        self.interface: str | None = None  # None: torch or the user chooses it
         self.has_nodes = launch.local_size < launch.size
         self.is_main = launch.rank == 0
-        self.writes_run_dir = self.is_main
-        """Whether this rank writes a run folder (see `run_dir.enter`)."""
-        self.superseded = False
-        """A newer attempt has started without this node; this one must not write any more."""
+        self.writes_run_dir = self.is_main  # see `run_dir.enter`
+        self.superseded = False  # by a newer attempt without this node: write nothing any more
         self._metrics: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
+        # Connections of the groups, without the store's: a survivor may need that.
         self._inodes: frozenset[int] = frozenset()
-        """Connections of the groups, without the store's: a survivor may need that."""
         self._current_timeout_s = self._long_timeout_s = 0.0
         self._ended: str | None = None
 
@@ -179,34 +159,28 @@ class World:
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
 
     def use_threads(self, threads: int) -> None:
-        """Set the number of intra-op threads."""
         self.threads = threads
         torch.set_num_threads(threads)
 
     def supersede(self) -> None:
-        """Record that a newer attempt has started without this node."""
         self.superseded = True
 
     def write_run_dir(self, writes: bool) -> None:
-        """Set whether this rank writes a run folder, once its lock is taken or refused."""
+        """Set whether this rank writes, once the lock of its run folder is taken or refused."""
         self.writes_run_dir = writes
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Collective. Sum a tensor, such as a metric, over all ranks, in place and on the host."""
         with self._collective("all_sum"):
             if self.size > 1:
-                own = tensor.detach()
-                on_host = own.cpu().contiguous()  # gloo ignores strides
+                on_host = tensor.detach().cpu().contiguous()  # gloo ignores strides
                 dist.all_reduce(on_host, group=self._metrics)
-                if on_host.data_ptr() != own.data_ptr():
-                    own.copy_(on_host)
+                tensor.detach().copy_(on_host)
         return tensor
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
-
-        A ValueError tells that shapes or dtypes differ from those of `source` (on CPU only).
-        """
+        Other shapes or dtypes than those of `source` are a ValueError (on CPU)."""
         with self._collective("broadcast"):
             if self.size == 1:
                 return
@@ -230,7 +204,7 @@ class World:
         return json.loads(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Collective. Return the JSON values of all ranks, in the order of ranks."""
+        """Collective. The JSON values of all ranks, in their order."""
         data = json.dumps(value).encode()
         with self._collective("gather_json"):
             if self.size == 1:
@@ -250,11 +224,9 @@ class World:
                 dist.barrier(group=self._control)
 
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
-        """Collective. Raise on all ranks if any rank has an error; otherwise return.
-
-        A rank with an error raises it. The others raise an error with the message of the first
-        failed rank: of the same class if that is one of `trainer.errors`, otherwise PeerFailed.
-        """
+        """Collective. Raise on all ranks if any rank has an error. A rank with an error raises it;
+        the others raise that of the first failed rank, of the same class if that is one of
+        `trainer.errors`, otherwise PeerFailed."""
         if error is not None:
             try:
                 self.gather_json((type(error).__name__, str(error)))
@@ -270,8 +242,7 @@ class World:
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
 
     def fail_together(self, make: Callable[[], T]) -> T:
-        """Collective. Return this rank's result of `make`; an error on one rank is raised on all.
-        """
+        """Collective. This rank's result of `make`; an error on one rank is raised on all."""
         try:
             made = make()
         except Exception as error:
@@ -292,9 +263,7 @@ class World:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Collective. Wait for all ranks, then destroy the process groups; False if one is late.
-
-        The default of `timeout_s` is `long_timeout_s`, since rank 0 may still be saving.
-        """
+        By default it waits `long_timeout_s`, since rank 0 may still be saving."""
         if self._ended:
             return False
         if self._control is not None:
@@ -310,11 +279,9 @@ class World:
         return True
 
     def abandon(self) -> None:
-        """Close all connections of the groups: a peer is dead, or this rank leaves. In any thread.
-
-        Ranks that wait for this one notice within milliseconds, instead of after their timeout;
-        destroying the groups would leave the connections open. No collective may follow.
-        """
+        """Close all connections of the groups, in any thread: a peer is dead, or this rank leaves.
+        Ranks that wait for this one notice within milliseconds, not after their timeout; destroying
+        the groups would leave the connections open."""
         if not self._ended:
             self._ended = "abandoned"
             sockets.shut_down(self._inodes)

@@ -13,7 +13,6 @@ Event = Mapping[str, Any]
 
 CAUSES = ("failure", "death", "hang", "stop")
 """Events that give the cause of an attempt's end; other ranks report it as `lost-peer`."""
-
 _ENDS = {"end": "finished", "refused": "refused", "failure": "failure"}
 _STOPS = {EXIT_COMPLETE: "finished", EXIT_FAILURE: "failure", EXIT_GAVE_UP: "gave up"}
 
@@ -88,8 +87,8 @@ def _is_secondary(event: Event) -> bool:
 
 def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
     """The most recent consecutive attempts that failed at the same step, oldest first. Preempted
-    attempts are ignored. A failure at another or an unknown step, a stop, and another `version`
-    end the sequence."""
+    ones are ignored; a failure at another or an unknown step, a stop and another `version` end it.
+    """
     row: list[Attempt] = []
     for attempt in reversed(attempts):
         if attempt.end not in ("failure", "died") or attempt.version != version:
@@ -113,10 +112,8 @@ def failure_sentence(event: Event) -> str:
              f"attempt {event['attempt']}")
     if _is_secondary(event):
         return f"a peer of rank {event['rank']} was lost at {place}"
-    reason = event.get("why") or event["event"]
-    where = event.get("where")
+    reason, where = event.get("why") or event["event"], event.get("where")
     if event["event"] == "hang":  # possibly reported by another rank
-        culprit = event.get("culprit")
-        who = "all ranks" if culprit is None else f"rank {culprit}"
+        who = "all ranks" if event.get("culprit") is None else f"rank {event['culprit']}"
         return f"{who}, {place}: hang: {reason}"
     return f"rank {event['rank']}, {place}: {reason}" + (f" ({where})" if where else "")

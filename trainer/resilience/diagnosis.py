@@ -20,7 +20,7 @@ from trainer.telemetry.std_streams import say
 
 
 def forget_workers() -> None:
-    """Ignore the death of loader workers from now on: torch would raise it at any line."""
+    """Ignore the death of loader workers from now on: torch would raise at any line."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -35,8 +35,8 @@ class Failure:
         self._event: dict[str, Any] = {}
 
     def note(self, error: BaseException, *, step: int | None = None) -> None:
-        """Record the failure, once, at a step (default: the last complete one). Call it before the
-        save that follows, which may take long."""
+        """Record the failure, once, at a step (default: the last complete one), before the save
+        that follows, which may take long."""
         forget_workers()
         if self._error is not None and self._error in (error, error.__cause__):
             return
@@ -50,8 +50,7 @@ class Failure:
         _report(self._event, error)
 
     def end(self, error: TrainerError) -> None:
-        """Record an end of the run whose message explains it; report it to the launcher if the run
-        may be restarted."""
+        """Record an end whose message explains it; tell the launcher if the run may restart."""
         code = error.exit_code
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
                                 echo=error.origin_rank not in (None, self._log.rank))
@@ -60,10 +59,10 @@ class Failure:
 
     def explain(self) -> tuple[int, str]:
         """Explain it on the console; returns the exit code and the last line."""
-        assert self._error is not None
-        assert self._found is not None
-        log, found = self._log, self._found
-        error, self._error = self._error, None
+        log, error, found = self._log, self._error, self._found
+        assert error is not None
+        assert found is not None
+        self._error = None
         if self._event["echo"]:  # the rank that caused it explains it
             message = (str(error) if isinstance(error, PeerFailed)
                        else f"lost a peer after step {log.status.step} ({log.status.phase})")
@@ -79,7 +78,7 @@ class Failure:
 
 
 def _report(event: dict[str, Any], error: BaseException) -> None:
-    """Report a failure to the launcher: to `python -m launch`, and in torchrun's error file."""
+    """Report a failure to `python -m launch`, and in torchrun's error file."""
     tell("failure", event)
     record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
 
@@ -110,8 +109,8 @@ _LIMITS = (
     ("disk quota exceeded", "make room, or raise the quota"),
     ("no space left on device", "make room on that disk"),
 )
-"""Exhausted resources: a pattern of the message, and the remedy. torch and the dynamic linker
-report them as RuntimeError or ImportError, which only the message distinguishes from others."""
+"""Exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
+dynamic linker's ImportErrors only the message tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class Diagnosis:
     kind: str  # name of its class
     message: str  # one line
     where: str | None  # `file:line in function`: the innermost line of user code, or of all
-    is_import: bool  # whether an import failed: another attempt would fail in the same way
+    is_import: bool  # an import failed: another attempt would fail in the same way
     memory: str | None  # what ran out of memory: `rank` or `worker`
 
 
@@ -172,7 +171,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error caused by a system limit or an empty micro-batch; "" if none is known."""
+    """Remedy for an error at a system limit or by an empty micro-batch; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
@@ -211,15 +210,10 @@ def explain_memory(memory: str, phase: str, config: Any) -> str:
 def _chain(error: BaseException) -> list[BaseException]:
     """An error of the trainer and its causes, down to the error of user code. Of a group only the
     first member is followed."""
-    chain = [error]
-    while True:
-        last = chain[-1]
-        if isinstance(last, BaseExceptionGroup):
-            chain.append(last.exceptions[0])
-        elif type(last).__module__.startswith("trainer.") and last.__cause__ is not None:
-            chain.append(last.__cause__)
-        else:
-            return chain
+    inner = error.__cause__ if type(error).__module__.startswith("trainer.") else None
+    if isinstance(error, BaseExceptionGroup):
+        inner = error.exceptions[0]
+    return [error, *([] if inner is None else _chain(inner))]
 
 
 def is_foreign(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import signal
@@ -21,13 +20,10 @@ from trainer.telemetry.status import Phase
 KINDS = (
     "kill", "exit", "raise", "hang", "stop", "term", "nan", "flip", "corrupt", "enospc", "slow",
 )
-PHASES = (
-    Phase.START, Phase.RESTORE, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER,
-    Phase.STEP_END, Phase.SAVE_BEGIN, Phase.SAVE_MID, Phase.SAVE_END, Phase.EVALUATE,
-)
-"""Progress marks at which a fault can be injected."""
-
 STEPPING = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP_END)
+PHASES = (Phase.START, Phase.RESTORE, *STEPPING, Phase.SAVE_BEGIN, Phase.SAVE_MID, Phase.SAVE_END,
+          Phase.EVALUATE)
+"""Progress marks at which a fault can be injected."""
 NUMBERS = {"rank": int, "step": int, "epoch": int, "attempt": int, "seconds": float}
 
 
@@ -81,15 +77,12 @@ def parse_fault(text: str) -> Fault:
 
 def _check_name(text: str, what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
-        raise ConfigError(f"--inject {text}: no {what} {name!r}{hint}; "
-                          f"there are {', '.join(known)}.")
+        raise ConfigError(f"--inject {text}: no {what} {name!r}; there are {', '.join(known)}.")
 
 
 def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int) -> None:
-    """Raise `ConfigError` for a fault that this run of `total` steps never reaches: it would test
-    nothing. `ranks` is None if their number may change."""
+    """Refuse a fault that this run of `total` steps never reaches: it would test nothing. `ranks`
+    is None if their number may change."""
     for fault in faults:
         if ranks is not None and fault.rank >= ranks:
             why = f"there is no rank {fault.rank}; the last one is {ranks - 1}"
@@ -102,9 +95,9 @@ def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int
 
 
 class FaultInjector:
-    """The armed faults of one rank; subscribes to the rank's progress marks. Each fault fires once,
-    also across restarts: a file in the folder `fired` is durable before the fault happens. The
-    kinds `nan`, `flip`, `corrupt` and `enospc` are `actions` of other parts of the run."""
+    """The armed faults of one rank; subscribes to its progress marks. Each fault fires once, also
+    across restarts: a file in the folder `fired` is durable before the fault happens. The kinds
+    `nan`, `flip`, `corrupt` and `enospc` are `actions` of other parts of the run."""
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
@@ -128,7 +121,6 @@ class FaultInjector:
                 self._fire(name, fault, point, step)
 
     def __bool__(self) -> bool:
-        """Whether any fault is left that may fire."""
         return bool(self._faults)
 
     def unfired(self) -> list[str]:
@@ -166,5 +158,4 @@ class FaultInjector:
 
 
 def no_space(path: object = "") -> OSError:
-    """The error of a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

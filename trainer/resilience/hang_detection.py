@@ -18,7 +18,9 @@ TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pa
 START_S = 300.0  # inactivity allowed at the start: user code may wait for a network or a licence
 BUSY_S, BUSY_TIMES = 600.0, 10.0  # computing without a mark in a step: seconds, times the limit
 LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
-_BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
+BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
+PAST_USER_CODE = ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
+"""(phase, last mark) of a start that runs no code of the user which may wait for long."""
 
 
 class Pace:
@@ -37,13 +39,13 @@ class Pace:
         return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
-        """Record the place of the main thread; return the limit. Pauses between two calls are
-        missed, which the shortest limit allows for."""
+        """Record the place of the main thread; return the limit. The shortest limit allows for
+        pauses between two calls, which are missed."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
             self._pause = (place.at_s, 0.0)
-        if phase is Phase.TRAIN and place.point not in _BETWEEN_STEPS:
+        if phase is Phase.TRAIN and place.point not in BETWEEN_STEPS:
             self._pause = (place.at_s, now - place.at_s)
         if place.step - self._stretch >= RECENT_STEPS or place.step < self._stretch:
             self._stretch = place.step
@@ -76,7 +78,7 @@ class Patience:
 
     quiet_s: float  # without a mark, processor time, and bytes read or written
     idle_s: float  # without a mark, even with activity
-    flag: str = ""  # the flag that sets this time, with its current value
+    flag: str  # that sets this time, with its current value
 
     def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
         return quiet_s > self.quiet_s or idle_s > self.idle_s
@@ -90,9 +92,7 @@ def patience(
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
-    starting = phase in PREPARING - {Phase.RESTORE}
-    past_user_code = (phase, point) in ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
-    if starting and not past_user_code:
+    if phase in PREPARING - {Phase.RESTORE} and (phase, point) not in PAST_USER_CODE:
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
@@ -100,11 +100,9 @@ def patience(
 
 def name_place(phase: Phase, point: Phase | None) -> str:
     """Name of a main thread's place: the mark if the stage has several, otherwise the stage."""
-    precise = phase is Phase.TRAIN or (phase, point) in (
-        (Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA), (Phase.WARM_UP, Phase.READING))
-    if point is None or not precise:
-        return phase.value
-    return (Phase.DATA if point is Phase.READING else point).value
+    point = Phase.DATA if point is Phase.READING else point
+    precise = phase is Phase.TRAIN or (phase, point) in PAST_USER_CODE
+    return (point if point is not None and precise else phase).value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +121,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """State of another rank: its last report, and for how long it has sent none."""
+    """Another rank: its last report, and for how long it has sent none."""
 
     report: RankReport | None
     silent_s: float
@@ -131,9 +129,9 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """A hang. Without culprits, all ranks wait for each other, or the store does not answer."""
+    """A hang."""
 
-    culprits: tuple[int, ...]
+    culprits: tuple[int, ...]  # empty: all wait for each other, or the store does not answer
     why: str
     run: bool = True  # whether the culprits can run code, and so end themselves
 
@@ -145,9 +143,9 @@ def find_hang(
     """Decide whether the run hangs, and which ranks cause it; None: it does not hang.
 
     A rank that does not wait for others decides about itself. A rank that waits looks at the
-    others: a silent rank does not run; a rank that is over its own limit and waits for nobody is
-    the culprit. While any rank is within its limit, the others may wait for it. `store_host` is the
-    rank whose process hosts the store of heartbeats (None: the launcher).
+    others: a silent one does not run; one that is over its own limit and waits for nobody is the
+    culprit. While any rank is within its limit, the others may wait for it. `store_host` is the
+    rank that hosts the store of heartbeats (None: the launcher).
     """
     if own.over and not own.waits:
         return HangReport(culprits=(rank,), why="makes no progress")
@@ -160,12 +158,8 @@ def find_hang(
     silent = tuple(r for r, peer in peers.items() if peer.silent_s > limit_s)
     if silent:
         return HangReport(culprits=silent, run=False, why="sends no heartbeat")
-    if not own.over:
+    if not own.over or not all(peer.report and peer.report.over for peer in peers.values()):
         return None
-    reports = {r: peer.report for r, peer in peers.items() if peer.report is not None}
-    if len(reports) < len(peers) or not all(report.over for report in reports.values()):
-        return None
-    stuck = tuple(r for r, report in reports.items() if not report.waits)
-    if stuck:
-        return HangReport(culprits=stuck, why="makes no progress")
-    return HangReport(culprits=(), why="all ranks wait for each other")
+    stuck = tuple(r for r, peer in peers.items() if peer.report and not peer.report.waits)
+    return HangReport(culprits=stuck, why="makes no progress" if stuck else
+                      "all ranks wait for each other")

@@ -16,7 +16,7 @@ from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILURE
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.hang_detection import HangReport, RankReport, name_place
-from trainer.resilience.heartbeats import Heartbeats, ProcessIdentity
+from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.launcher_channel import tell
 from trainer.resilience.progress_marks import ProgressMarks, read_marks
 from trainer.storage.files import display_path
@@ -29,36 +29,30 @@ DUMP_S = 5.0  # time limit of writing stacks, in seconds: the disk may be what h
 
 
 class Alarm:
-    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`."""
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`. `beats` is
+    None in a world of one rank."""
 
     def __init__(
-        self, world: World, log: Log, marks: ProgressMarks, identity: ProcessIdentity,
-        tick_s: float,
+        self, world: World, log: Log, marks: ProgressMarks, beats: Heartbeats | None, tick_s: float
     ) -> None:
-        self.beats: Heartbeats | None = None  # None in a world of one rank
-        self.rescue: Callable[[], bool] = lambda: False  # see `Watchdog.rescue_with`
+        self.rescue: Callable[[], bool] = lambda: False  # see `Watchdog.guard`
         self.stopped = False  # the main thread leaves by itself
         self.at_s = math.inf  # time of the alarm; inf before
         self._given_up = self._dumped = False
         self._world, self._log, self._marks = world, log, marks
-        self._identity, self._tick_s = identity, tick_s
+        self._beats, self._tick_s = beats, tick_s
         self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
 
-    def use(self, beats: Heartbeats) -> None:
-        """Exchange alarms and reports by these heartbeats."""
-        self.beats = beats
-
     def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """Save by `rescue` in place of the main thread."""
         self.rescue = rescue
 
     def stop(self) -> None:
         """See `Watchdog.stop`."""
         with self._leaving:
             self.stopped = True
-        if self.beats is not None:
-            self.beats.stop()
+        if self._beats is not None:
+            self._beats.stop()
 
     def lasts(self, now: float) -> bool:
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
@@ -68,29 +62,26 @@ class Alarm:
         rank, why, causes = self._world.rank, hang.why, self._dump(own)
         if rank in hang.culprits:
             why = "; ".join([why, *causes])
-        local = [self._local(culprit) for culprit in hang.culprits]
-        if not hang.run and all(who and processes.is_stopped(who.pid) for who in local):
+        local = {} if self._beats is None else self._beats.on_this_host()
+        if not hang.run and hang.culprits and all(
+                who in local and processes.is_stopped(local[who].pid) for who in hang.culprits):
             why = "is stopped"
         places = {str(culprit): own if culprit == rank else self._place_of(culprit)
                   for culprit in hang.culprits}
         alarm = {"by": rank, "why": why, "run": hang.run, "limit_s": limit_s,
                  "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
-        if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
+        if self._beats is None or self._beats.raise_alarm(alarm, 3 * self._tick_s + 1):
             _run_for(DUMP_S, partial(self._report, alarm))
         else:
-            alarm = self.beats.alarm or alarm
+            alarm = self._beats.alarm or alarm
         self.follow(alarm, own)
-
-    def _local(self, culprit: int) -> ProcessIdentity | None:
-        who = None if self.beats is None else self.beats.identities.get(culprit)
-        return who if who is not None and who.host == self._identity.host else None
 
     def _place_of(self, culprit: int) -> RankReport:
         """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
-        assert self.beats is not None
-        last = self.beats.peers()[culprit].report
+        assert self._beats is not None
+        last = self._beats.peers()[culprit].report
         last = last or RankReport(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
-        who = self._local(culprit)
+        who = self._beats.on_this_host().get(culprit)
         if who is None or (places := read_marks(who.pid)) is None:
             return last
         main, writer = places
@@ -120,7 +111,7 @@ class Alarm:
         tell("failure", self._log.event("hang", culprit=culprit, why=why, echo=False, **fields))
 
     def follow(self, alarm: dict[str, Any], own: RankReport) -> None:
-        """Follow an alarm: write the stacks, then do this rank's part."""
+        """Write the stacks, then do this rank's part in an alarm."""
         self.at_s, rank = time.monotonic(), self._world.rank
         self._dump(own)
         culprits = {int(culprit) for culprit in alarm["culprits"]}
@@ -138,8 +129,8 @@ class Alarm:
             self._given_up = True
 
     def _await_stacks(self, others: set[int]) -> None:
-        """Wait for a short time until the other ranks have written their stacks."""
-        if (beats := self.beats) is None:
+        """Wait a short time until the other ranks have written their stacks."""
+        if (beats := self._beats) is None:
             return
         beats.update(dataclasses.replace(beats.report, dumped=True), listening=True)
         deadline_s = time.monotonic() + 3 * self._tick_s + 1
@@ -152,9 +143,8 @@ class Alarm:
     def _end(self, culprit: int, others: set[int]) -> bool:
         """Kill a stopped culprit if this is the lowest of the other ranks on its host. Returns
         whether there is such a rank."""
-        assert self.beats is not None
-        rank = self._world.rank
-        known = {**self.beats.identities, rank: self._identity}
+        assert self._beats is not None
+        rank, known = self._world.rank, self._beats.identities
         if (who := known.get(culprit)) is None:
             return False
         on_host = [other for other in others if other in known and known[other].host == who.host]

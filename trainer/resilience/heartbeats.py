@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
 import time
 from typing import Any
@@ -24,21 +25,22 @@ class ProcessIdentity:
 
 class Heartbeats:
     """Sends this rank's report at each tick, and reads those of the others while `listening`. Its
-    thread may block in the store (a separate connection, `store.clone()`) for ever if the store's
+    thread may block for ever in the store (a separate connection, `store.clone()`) if the store's
     host is stopped; `silent_s` is the duration so far. Other threads never wait for it."""
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, identity: ProcessIdentity, report: RankReport,
-        tick_s: float,
+        self, store: Store, *, rank: int, size: int, report: RankReport, tick_s: float
     ) -> None:
         self.report = report
         self.listening = False
         self.alarm: dict[str, Any] | None = None  # of the first rank that found a hang
-        self.identities: dict[int, ProcessIdentity] = {}  # of the other ranks, as far as known
         self.times: StepTiming | None = None  # collected by rank 0, one tick late, without waiting
+        own = os.getpid()
+        self.identities = {rank: ProcessIdentity(
+            pid=own, started=processes.start_time(own), host=processes.host())}
+        """Rank → its process, as far as known."""
         self._store, self._rank, self._tick_s = store, rank, tick_s
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._identity = identity
         self._own_alarm: dict[str, Any] | None = None
         # Peer → its last tick, when it or the listening began, its last report.
         self._seen: dict[int, tuple[int, float, RankReport | None]] = {}
@@ -55,6 +57,11 @@ class Heartbeats:
         return {peer: Peer(report=report, silent_s=now - since_s)
                 for peer, (_, since_s, report) in seen.items()}
 
+    def on_this_host(self) -> dict[int, ProcessIdentity]:
+        """The known ranks of this host."""
+        known = dict(self.identities)  # the thread adds to them
+        return {rank: who for rank, who in known.items() if who.host == known[self._rank].host}
+
     def update(self, report: RankReport, *, listening: bool) -> None:
         """Send this report from now on, and read those of the others if `listening`."""
         self.report, self.listening = report, listening
@@ -64,7 +71,7 @@ class Heartbeats:
         self.times = times
 
     def note_alive(self, peer: int) -> None:
-        """Record that a rank is alive, by a sign other than its heartbeat."""
+        """Record a sign of life other than a heartbeat."""
         if peer in self._seen:
             tick, _, report = self._seen[peer]
             self._seen[peer] = (tick, time.monotonic(), report)
@@ -96,7 +103,8 @@ class Heartbeats:
 
     def _run(self) -> None:
         try:
-            self._store.set(f"who/{self._rank}", json.dumps(dataclasses.asdict(self._identity)))
+            own = dataclasses.asdict(self.identities[self._rank])
+            self._store.set(f"who/{self._rank}", json.dumps(own))
             while not self._stopped:
                 self._round()
                 self._round_s = time.monotonic()
@@ -113,11 +121,9 @@ class Heartbeats:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
                 who = json.loads(self._store.get(f"who/{peer}"))
                 self.identities[peer] = ProcessIdentity(**who)
-        if self._own_alarm is not None and self.alarm is None:
+        if self.alarm is None and (self._own_alarm or self._store.check(["alarm"])):
             first = self._store.compare_set("alarm", "", json.dumps(self._own_alarm))
             self.alarm = json.loads(first)
-        elif self.alarm is None and self._store.check(["alarm"]):
-            self.alarm = json.loads(self._store.get("alarm"))
         if self.times is not None:
             try:
                 self._gather(self.times)
@@ -139,7 +145,3 @@ class Heartbeats:
             self._store.set(f"times/{self._rank}", json.dumps(times.message()))
         elif times.due and self._store.check(keys):
             times.collect([times.message(), *map(json.loads, self._store.multi_get(keys))])
-
-
-def own_identity(pid: int) -> ProcessIdentity:
-    return ProcessIdentity(pid=pid, started=processes.start_time(pid), host=processes.host())

@@ -22,16 +22,16 @@ if TYPE_CHECKING:  # a rank imports this before torch
 
 
 class Orders:
-    """Reads the launcher's orders in a separate thread. `lost`: this rank may wait for a rank that
-    is gone; close all connections, so that every wait fails. `stale`: the same, and save nothing.
-    `absent`: a rank has ended before all have joined, which waiting ranks cannot detect."""
+    """Reads the launcher's orders in a thread. `lost`: this rank may wait for a rank that is gone;
+    close all connections, so that every wait fails. `stale`: the same, and save nothing. `absent`:
+    a rank has ended before all have joined, which waiting ranks cannot detect."""
 
     def __init__(self) -> None:
         self._world: World | None = None
 
     def attach(self, world: World) -> None:
-        """Apply orders to this world from now on. Before, an order ends the process: it may wait
-        for a rank that never joins, and has nothing to save."""
+        """Apply orders to this world from now on. Before, an order ends the process: it has nothing
+        to save, and may wait for a rank that never joins."""
         self._world = world
 
     def follow(self, channel_fd: int) -> int:
@@ -49,33 +49,29 @@ class Orders:
         os.write(signal_end, b"!")  # closing it has no effect: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
-        if word not in ("lost", "stale", "absent"):
-            return
         if self._world is None:
             os._exit(EXIT_FAILURE)
+        if word == "stale":
+            self._world.supersede()
         if word != "absent":
-            if word == "stale":
-                self._world.supersede()
             self._world.abandon()
 
 
-SIGNALLED_TIMEOUT_S = 0.5
+SIGNALLED_TIMEOUT_S, LEAVE_TIMEOUT_S = 0.5, 5.0
 TORCH_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = "",
-    timeout_s: float = 5.0,
+    exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = ""
 ) -> None:
     """Wait until this rank may exit with `exit_code` without being restarted by torchrun.
 
     torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
     sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
-    reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
-    passed. If local rank 0 has sent nothing by then, the others do, and wait another second. After
-    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run.
-    `count_signals` returns how many signals torchrun has sent this rank so far; `last_words`, why
-    the run has ended, are printed again below torchrun's traceback.
+    reached it (torchrun would count an earlier exit as a failure) or 5 s have passed. If local rank
+    0 has sent nothing by then, the others do, and wait another second. After a stop that torchrun
+    requested nothing happens: torchrun knows whether this ends the run. `count_signals` returns how
+    many signals torchrun has sent this rank; `last_words` are printed below torchrun's traceback.
     """
     agent, before = os.getppid(), count_signals()
     if exit_code not in FINAL_EXIT_CODES:
@@ -96,8 +92,8 @@ def leave_launcher(
         _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
     if launch.local_rank == 0:
         _terminate(agent)
-        _wait(signalled, agent, timeout_s)
-    elif not _wait(signalled, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
+        _wait(signalled, agent, LEAVE_TIMEOUT_S)
+    elif not _wait(signalled, agent, SIGNALLED_TIMEOUT_S if before else LEAVE_TIMEOUT_S):
         _terminate(agent)
         _wait(signalled, agent, 1.0)
 
@@ -116,11 +112,10 @@ def tell(word: str, value: Any) -> None:
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file. torchrun shows the one with the earliest second
-    as the root cause, and dates the death of a killed rank by when it noticed it. So a secondary
-    failure gets a somewhat later time."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    """Write the failure into torchrun's error file. torchrun shows the earliest as the root cause,
+    and dates the death of a killed rank by when it noticed it: a secondary failure gets a later
+    time."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())
     content = {"message": message,
@@ -131,12 +126,12 @@ def record_failure(message: str, stack: str, *, secondary: bool) -> None:
 
 def _wait(signalled: Callable[[], bool], agent: int, timeout_s: float) -> bool:
     """Whether torchrun signals this rank to leave, or ends, within the time."""
-    deadline = time.monotonic() + timeout_s
-    while not signalled() and os.getppid() == agent:
-        if time.monotonic() > deadline:
-            return False
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if signalled() or os.getppid() != agent:
+            return True
         time.sleep(0.02)
-    return True
+    return False
 
 
 def _say_after(agent: int, text: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
+import tempfile
 
 from trainer.errors import ConfigError
 
@@ -15,8 +15,8 @@ Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves 
 
 
 def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
-    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host,
-    or else raise `ConfigError`; for those `elsewhere`, as far as the system allows."""
+    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host, or
+    refuse a lower hard limit; for ranks `elsewhere`, as far as the system allows."""
     needed = FILES + FILES_A_RANK * num_ranks
     wanted = needed + FILES_A_RANK * elsewhere
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -27,12 +27,11 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
                           f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
                           f"example with ulimit -n {max(1024, needed)}")
     reach = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reach), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
 
 
 def check_current_folder() -> None:
-    """Raise `ConfigError` if the current folder has been deleted. Call this before importing torch,
-    whose libraries would abort the process."""
+    """Refuse a current folder that has been deleted, before torch's libraries abort the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -41,15 +40,14 @@ def check_current_folder() -> None:
 
 
 def check_cache_folder() -> None:
-    """Raise `ConfigError` if the user's TORCHINDUCTOR_CACHE_DIR can't be created or written. Call
-    this before torch compiles or creates an optimizer: both create this folder."""
+    """Refuse a TORCHINDUCTOR_CACHE_DIR that can't be created or written: torch needs it to compile,
+    and even for an optimizer."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     if (place := os.environ.get(name)) is None:
         return
     try:
         os.makedirs(place, exist_ok=True)
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise ConfigError(f"environment variable {name} is {place!r}, torch's folder for "
                           f"compiled code: {error.strerror}; use a folder that can be written, or "

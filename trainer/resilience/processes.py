@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import math
 import os
-import re
 import signal
 import socket
 import stat
@@ -15,17 +15,13 @@ import time
 
 def die_with_parent(number: int) -> None:
     """Let the kernel send this signal to this process when its parent dies; 0 for none."""
-    import ctypes
-
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def separate_reads() -> None:
-    """In a new fork: reopen files that are open for reading, at the same position.
-
-    A fork shares the position of open files with its parent and siblings: a seek in one process
-    moves the others, which then read wrong bytes without an error. Files open for writing are not
-    changed: there the shared position keeps processes from overwriting each other.
+    """In a new fork: reopen files that are open for reading, at the same position. Forks share the
+    position of open files: a seek in one process moves the others, which then read wrong bytes
+    without an error. For files open for writing that keeps processes from overwriting each other.
     """
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
@@ -36,8 +32,7 @@ def separate_reads() -> None:
                     os.dup2(reopened.fileno(), fd, inheritable=os.get_inheritable(fd))
 
 
-BUSY, BUSY_BYTES = 0.1, 1 << 16
-"""A process counts as active if it uses this share of a core, or reads and writes so many bytes."""
+BUSY, BUSY_BYTES = 0.1, 1 << 16  # an active process uses this share of a core, or moves so much
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -83,17 +78,16 @@ def command_line(pid: int) -> list[str]:
 
 def program(pid: int) -> str:
     """The module (`python -m`) or the name of the script that a Python process runs, if any."""
-    words = iter(command_line(pid)[1:])
-    for word in words:
-        if re.fullmatch("-[a-zA-Z]*m", word):
-            return next(words, "")
-        if re.fullmatch("-[a-zA-Z]*c", word):
+    words = command_line(pid)[1:]
+    while words and words[0].startswith("-"):
+        option, *words = words
+        if option.endswith("m"):
+            break
+        if option.endswith("c"):
             return ""
-        if word in ("-W", "-X"):
-            next(words, "")
-        elif not word.startswith("-"):
-            return os.path.basename(word)
-    return ""
+        if option in ("-W", "-X"):
+            words = words[1:]
+    return os.path.basename(words[0]) if words else ""
 
 
 def parent(pid: int) -> int:
@@ -110,7 +104,7 @@ def children(pid: int) -> list[int]:
 
 
 def describe_process(pid: int) -> str:
-    """State of a process as /proc shows it, for one that cannot report itself."""
+    """State of a process that cannot report itself, as /proc shows it."""
     paths = [f"/proc/{pid}/{entry}" for entry in ("status", "wchan", "syscall", "stack")]
     return "\n".join(f"{path}:\n{_read(path).decode(errors='replace').strip()}\n" for path in paths)
 

@@ -23,11 +23,14 @@ POINTS = (
 )
 """All marks by number. A mark and its step are one word in memory, so that no reader sees half of
 it: the step times the number of marks, plus the mark's number."""
-
 _NUMBERS = {point: number for number, point in enumerate(POINTS)}
 _COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)  # from there on the writer's
 _MAIN, _WRITER, _BYTES = 0, 2, 32
 """Offsets of the places in words of 8 bytes (one for mark and step, one for the time); size."""
+
+
+Subscriber = Callable[[Phase, int, int], None]
+"""Called at each mark with the mark, the step and the epoch; may raise, or end the process."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,9 @@ class Place:
     at_s: float  # when it was passed, on the monotonic clock of the host
 
 
-Subscriber = Callable[[Phase, int, int], None]
-"""Called at each mark with the mark, the step and the epoch; may raise, or end the process."""
-
-
 class ProgressMarks:
     """The last marks that the main thread and the checkpoint writer have passed; `status` receives
-    those of the main thread. A mark costs less than a microsecond: no lock and no system call."""
+    those of the main thread. A mark costs less than a microsecond, without lock or system call."""
 
     def __init__(self, status: Status | None = None) -> None:
         descriptor = os.memfd_create(NAME)
@@ -60,11 +59,11 @@ class ProgressMarks:
         self.mark(Phase.BUILD)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` at each mark from now on, except those of the warm-up."""
+        """Call `subscriber` at each mark from now on, except in the warm-up."""
         self._subscribers.append(subscriber)
 
     def mark(self, point: Phase, step: int | None = None, epoch: int = 0) -> None:
-        """Record that the calling thread passes a mark (default: of the step of the previous one).
+        """Record that the calling thread passes a mark (default: of the previous one's step).
         Raises RuntimeError if a peer is gone and the main thread may leave here."""
         number = _NUMBERS[point]
         if number >= _SAVING:
@@ -81,7 +80,7 @@ class ProgressMarks:
             subscriber(point, self._step if step is None else step, epoch)
 
     def rehearse(self, point: Phase, step: int, epoch: int = 0) -> None:
-        """Record a step's mark in the warm-up, as a warm-up mark, for no subscriber."""
+        """Record a mark in the warm-up, as a warm-up mark, for no subscriber."""
         self._step = step
         self._pass(point, _NUMBERS[Phase.WARM_UP])
 
@@ -109,8 +108,7 @@ class ProgressMarks:
 
 def read_marks(pid: int) -> tuple[Place, Place] | None:
     """Places of main thread and writer in another process of this host, also a stopped one."""
-    data = processes.read_memory(pid, NAME)
-    if data is None or len(data) < _BYTES:
+    if not (data := processes.read_memory(pid, NAME)):
         return None
     return _place(memoryview(data), _MAIN), _place(memoryview(data), _WRITER)
 

@@ -28,7 +28,7 @@ def prepare_worker(number: int) -> None:
 
 def own_threads() -> str:
     """Stacks of this process's threads, with their names."""
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:  # faulthandler needs a descriptor
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read().decode(errors="replace")
@@ -45,22 +45,19 @@ def worker_stacks() -> tuple[str, list[str]]:
     for pid in processes.children(os.getpid()):
         if not (name := processes.name(pid)).startswith(WORKER):
             continue
-        if processes.is_stopped(pid):
-            reasons.append(f"its {name} (pid {pid}) is stopped")
-            dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe_process(pid)}")
-            continue
         if not processes.is_alive(pid):  # with code 0, which torch notices after 5 s
             reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
             continue
-        text = _ask(pid)
-        if loader_fetch_file() in text:  # inside the data set, not waiting for work
+        text = "" if processes.is_stopped(pid) else _ask(pid)
+        if processes.is_stopped(pid):
+            reasons.append(f"its {name} (pid {pid}) is stopped")
+        elif loader_fetch_file() in text:  # inside the data set, not waiting for work
             reasons.append(f"its {name} (pid {pid}) is still reading")
         dumps.append(f"{name} (pid {pid}):\n{text or processes.describe_process(pid)}")
     return "\n".join(dumps), reasons
 
 
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
-    """Append to the stack file of a rank."""
     path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:

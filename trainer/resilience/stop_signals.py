@@ -25,13 +25,14 @@ ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is go
 
 class StopSignals:
     """A flag that signals set: any number is one request, but a second SIGINT exits at once. A
-    thread handles it, also while the main thread runs C code: it ends the process if nothing has to
+    thread acts on it, also while the main thread runs C code: it ends the process if nothing has to
     be saved, or when the time is up."""
 
     def __init__(self) -> None:
         self.requested = False
         self.reason = ""
         self.since_s = 0.0
+        self.launcher = os.getppid()
         self.senders: Counter[int] = Counter()  # after `shield`: signals by sending process
         self._interrupts = 0
         self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
@@ -46,7 +47,6 @@ class StopSignals:
         self._over = False
 
     def install(self) -> None:
-        """Handle the signals from now on. Call it early, before torch is imported."""
         self._wake_reader, self._wake_writer = wakeup_pipe()
         self._before = handle_stop_signals(self._handle)
         # Python's handlers wait for the main thread; the signal itself writes to this.
@@ -57,7 +57,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def uninstall(self) -> None:
-        """Restore the signals as they were before `install`. Main thread only."""
+        """Restore the handlers from before `install`. Main thread only."""
         self._over = True
         self._wake()
         if self._taker is not None:
@@ -86,24 +86,22 @@ class StopSignals:
         return self.requested and set(self.senders) == {process}
 
     def limit(self, grace_s: float, late: Callable[[], int]) -> None:
-        """End the process with the exit code that `late` returns, called in a thread, if a stop
-        takes longer than `grace_s` seconds from the signal on."""
+        """If a stop takes longer than `grace_s` seconds from the signal on, call `late` in a thread
+        and end the process with the exit code that it returns."""
         self._grace_s, self._late = grace_s, late
         self._wake()
 
     def leave_when(self, idle: Callable[[], bool], leave: Callable[[], int]) -> None:
-        """End the process with the exit code that `leave` returns, called in a thread, as soon as
-        a stop is requested and there is nothing to save (`idle`)."""
+        """The same with `leave`, as soon as a stop is requested while nothing is to be saved
+        (`idle`)."""
         self._idle, self._leave = idle, leave
         self._wake()
 
     def disarm(self) -> None:
-        """Remove the time limit: the state is saved."""
         self._grace_s = math.inf
         self._wake()
 
     def leave_if_idle(self) -> None:
-        """End the process if a stop is requested and there is nothing to save."""
         if self.requested and self._idle():
             self._end(self._leave)
 
@@ -143,7 +141,7 @@ class StopSignals:
             self.leave_if_idle()
 
     def _read_signals(self) -> bytes:
-        """Numbers of the signals since the last call. Exits at the second SIGINT."""
+        """The signals since the last call. Exits at the second SIGINT."""
         numbers = drain(self._wake_reader)
         self._interrupts += numbers.count(signal.SIGINT)
         if self._interrupts > 1:
@@ -175,8 +173,8 @@ class StopSignals:
 
 
 def attend() -> StopSignals:
-    """Let signals, and under torchrun the end of torchrun, request a stop of this rank. Call it
-    before heavy imports: an orphan that notices nothing would join the store of the next start."""
+    """Let signals, and under torchrun its end, request a stop of this rank. Call it before heavy
+    imports: an orphan that notices nothing would join the store of the next start."""
     stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
@@ -195,22 +193,18 @@ def _is_init() -> bool:
 def handle_stop_signals(
     handler: Callable[[int, FrameType | None], None],
 ) -> dict[signal.Signals, Any]:
-    """Install a handler of the stop signals; returns the handlers that it replaces. SIGHUP stays
-    ignored under `nohup`, with which a run outlives its terminal."""
+    """Handle the stop signals; returns the handlers before. SIGHUP stays ignored under `nohup`, so
+    that a run outlives its terminal."""
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
 
 
 def wakeup_pipe() -> tuple[int, int]:
     """A pipe for `signal.set_wakeup_fd`: neither end blocks."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    return reader, writer
+    return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def drain(descriptor: int) -> bytes:
-    """Read what is in a pipe that does not block."""
     with contextlib.suppress(BlockingIOError):
         return os.read(descriptor, 4096)
     return b""
@@ -218,7 +212,7 @@ def drain(descriptor: int) -> bytes:
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
     """Wait until there is something to read or the other end is closed, for at most `timeout_s`
-    seconds or 24 days. `poll` takes descriptors from 1,024 on, `select` does not."""
+    seconds or 24 days. (`select` does not take descriptors from 1,024 on.)"""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))

@@ -4,7 +4,7 @@ Its thread reports the progress marks to the other ranks (`Heartbeats`), decides
 acts (`Alarm`): the first rank that finds a hang raises the alarm, and each running rank writes its
 stacks. A culprit that runs ends itself; a stopped one is killed by another rank of its host. That
 breaks the collectives of the others, whose main threads save and leave. If a main thread cannot,
-because it computes or waits for a kernel that never ends, this thread does.
+because it computes or waits for a kernel, this thread does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.distributed.world import World
 from trainer.resilience import hang_detection, processes
 from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
 from trainer.resilience.hang_response import Alarm
-from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.progress_marks import Place, ProgressMarks
 from trainer.resilience.stop_signals import is_readable
 from trainer.telemetry.events import Log
@@ -47,21 +47,19 @@ class Watchdog:
         self._world, self._log = world, log
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
-        self._identity = own_identity(os.getpid())
-        self._alarm = Alarm(world, log, self.marks, self._identity, self._tick_s)
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
         self._main_thread = threading.get_ident()
         self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(of_writer=True)
         self._saving = (-1, 0.0)  # the step of the save in flight, and when it was first seen
         self._others: dict[int, processes.Activity] = {}
+        self._beats = None if world.store is None else Heartbeats(
+            world.store.clone(), rank=world.rank, size=world.size,
+            report=self._look(time.monotonic()), tick_s=self._tick_s)
+        self._alarm = Alarm(world, log, self.marks, self._beats, self._tick_s)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._world.store is not None:
-            self._alarm.use(Heartbeats(
-                self._world.store.clone(), rank=self._world.rank, size=self._world.size,
-                identity=self._identity, report=self._look(time.monotonic()), tick_s=self._tick_s))
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -75,17 +73,13 @@ class Watchdog:
     def guard(
         self, rescue: Callable[[], bool], in_flight: Callable[[], int | None], times: StepTiming
     ) -> None:
-        """Guard a run from now on.
-
-        Args:
-            rescue: saves in place of the main thread; returns whether it could.
-            in_flight: returns the step that the checkpoint writer saves, or None.
-            times: sent to rank 0 with the heartbeats.
-        """
+        """Guard a run from now on. `rescue` saves in place of the main thread and returns whether
+        it could, `in_flight` returns the step that the checkpoint writer saves (or None), `times`
+        are sent to rank 0 with the heartbeats."""
         self._in_flight = in_flight
         self._alarm.rescue_with(rescue)
-        if self._alarm.beats is not None:
-            self._alarm.beats.gather(times)
+        if self._beats is not None:
+            self._beats.gather(times)
 
     def stop(self) -> None:
         """The main thread leaves by itself. Blocks while the watchdog leaves in its place."""
@@ -113,8 +107,8 @@ class Watchdog:
                 now = time.monotonic()
                 if now - last_s > 3 * self._tick_s + 1:  # this process was stopped, or its host
                     self._resumed_s = now
-                    if alarm.beats is not None:
-                        alarm.beats.reset_silence()
+                    if self._beats is not None:
+                        self._beats.reset_silence()
                 last_s = now
                 if not ended and alarm.at_s == math.inf:
                     self._tick(now)
@@ -136,7 +130,7 @@ class Watchdog:
     def _tick(self, now: float) -> None:
         own, limit_s, silent_s = self._look(now), self._pace.limit_s, 0.0
         peers: dict[int, hang_detection.Peer] = {}
-        if (beats := self._alarm.beats) is not None:
+        if (beats := self._beats) is not None:
             beats.update(own, listening=own.waits and own.idle_s > limit_s / 2)
             if beats.alarm is not None:
                 self._alarm.follow(beats.alarm, own)
@@ -182,15 +176,13 @@ class Watchdog:
                           over=True)
 
     def _listen(self, beats: Heartbeats) -> None:
-        """Count processor time as a sign of life of the ranks on this host: code that holds the
-        interpreter's lock keeps the heartbeat thread from running."""
+        """Count processor time of the ranks on this host as a sign of life: code that holds the
+        interpreter's lock keeps their heartbeat threads from running."""
         if not beats.listening:
             self._others = {}
             return
-        for peer, who in list(beats.identities.items()):  # the heartbeat thread adds to them
-            if who.host != self._identity.host:
-                continue
-            if peer not in self._others:
-                self._others[peer] = processes.Activity(who.pid)
-            elif self._others[peer].seen() and not processes.is_stopped(who.pid):
-                beats.note_alive(peer)
+        for rank, who in beats.on_this_host().items():
+            if rank not in self._others:
+                self._others[rank] = processes.Activity(who.pid)
+            elif self._others[rank].seen() and not processes.is_stopped(who.pid):
+                beats.note_alive(rank)

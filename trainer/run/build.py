@@ -7,7 +7,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,6 @@ def _arm(
     """Arm the faults to be injected, from the next progress mark on."""
 
     def flip() -> None:
-        checkpoint.finish_copy()
         parameter = next(p for p in state.model.parameters() if p.numel())
         memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
         memory.set_(parameter.untyped_storage())[0] ^= 1
@@ -275,21 +274,13 @@ def _make_evaluator(
     if setup.data[split] is None:
         return None
     state, stop = trainable.state, context.stop
-    averaged = None if state.ema is None else partial(_averaged, state.ema, trainable.checkpoint)
     return Evaluator(
         task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,
         world=context.world, autocast=trainable.compute.autocast, marks=context.marks,
-        weights=averaged or contextlib.nullcontext, step=lambda: state.progress.step,
+        weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
+        step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
         stopped=lambda: stop.requested, warn_once=context.log.warn_once)
-
-
-@contextlib.contextmanager
-def _averaged(ema: Ema, checkpoint: Checkpointer) -> Iterator[None]:
-    """Context in which the model holds the average of its weights."""
-    checkpoint.finish_copy()
-    with ema.exchanged():
-        yield
 
 
 def _open_recorders(

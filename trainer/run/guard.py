@@ -69,8 +69,7 @@ class Guard:
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""
         if "saved" in requests:
-            self.metrics.drop(self.checkpoint.saved_step)
-            self.checkpoint.confirm()
+            self.metrics.drop(self.checkpoint.confirm())
         if "recorded" in requests:  # the report is from before this step
             self.metrics.drop(self.state.progress.step - 1)
         if "fail" in requests:
@@ -104,7 +103,7 @@ class Guard:
         if self.must_roll_back and step >= self.intervals.total:
             return False  # a restart at the last step could not warm up
         if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
-            if not self.checkpoint.overlap:
+            if not self.boundary.only_buffers_change:
                 log.warning(f"step {step} isn't saved: this model's forward changes parameters, "
                             "and a forward had started")
                 return False
@@ -122,8 +121,7 @@ class Guard:
         separate stream, since a running kernel may never end.
         """
         noticed_s = time.perf_counter()
-        if (not self.checkpoint.overlap or self.boundary.buffers.was_reassigned
-                or not self.boundary.take()):
+        if not self.boundary.take():
             return None
         if lost and self.context.world.size > 1:
             self.context.log.event("lost-peer", failed_step=self.current_step)

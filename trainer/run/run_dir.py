@@ -24,7 +24,7 @@ from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
 from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
 from trainer.storage import layout
 from trainer.storage.files import display_path, make_folder, read_json, replace_json
-from trainer.storage.jsonl import MappedCounter, newest_step
+from trainer.storage.jsonl import CounterFile, newest_step
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
 
@@ -177,7 +177,7 @@ def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Lo
     `max_same_step` attempts in a row have failed at the same step with this `version` of
     configuration and task; `events` are those of earlier attempts, on rank 0."""
     error = None
-    reached = max(MappedCounter.read(path / layout.LAST_STEP),
+    reached = max(CounterFile.read(path / layout.LAST_STEP),
                   newest_step(path / layout.METRICS)) if world.is_main else 0
     row = repeated_failures(read_attempts(events), version=version) if events else []
     if len(row) >= max_same_step:

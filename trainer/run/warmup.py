@@ -43,7 +43,7 @@ def start(built: BuiltRun) -> Run:
         with context.world.long_timeout():
             facts = warm_up(built)
         if not facts.moves_parameters:
-            trainable.checkpoint.allow_overlap()
+            trainable.boundary.note_constant_parameters()
         names = [*(trainable.compute.objective.accumulator.names or ()),
                  *(built.validation.figures if built.validation is not None else ())]
         metrics = ["val_loss", *(f"val_{name}" for name in names)]
@@ -246,8 +246,7 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
         compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
         world=context.world, health=trainable.health, clip=config.clip,
         status=context.status, reduction=trainable.reduction, min_samples=min_samples,
-        nan_detector=detect_nan if config.numerics.anomaly == "on" else None,
-        before_update=trainable.checkpoint.finish_copy)
+        nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 
 def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:

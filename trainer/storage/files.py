@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,14 +46,6 @@ def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
             on_chunk(buffer[:count])
 
 
-def free_bytes(folder: Path) -> int:
-    """Free bytes on the file system of a folder, which may not exist yet."""
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents durably, if missing."""
     if not folder.is_dir():
@@ -78,14 +71,8 @@ def remove_folder(folder: Path) -> None:
     with suppress(FileNotFoundError):
         if folder.is_symlink():
             folder.unlink()
-            return
-        for entry in [*os.scandir(folder)]:
-            if entry.is_dir(follow_symlinks=False):
-                remove_folder(Path(entry.path))
-            else:
-                with suppress(FileNotFoundError):
-                    os.unlink(entry.path)
-        folder.rmdir()
+        else:
+            shutil.rmtree(folder)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -108,13 +95,17 @@ def replace_text(path: Path, text: str) -> None:
     replace_bytes(path, [text.encode(errors="surrogateescape")])
 
 
-def replace_bytes(path: Path, chunks: Any) -> None:
-    """Write bytes to a file, atomically and durably."""
+def replace_bytes(path: Path, chunks: Any, *, keep_other: bool = False) -> None:
+    """Write bytes to a file, atomically and durably; with `keep_other` only if it is missing."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
         write_file(aside, (memoryview(chunk) for chunk in chunks))
-        aside.rename(path)
+        if keep_other:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        else:
+            aside.rename(path)
         fsync_folder(path.parent)
     finally:
         aside.unlink(missing_ok=True)

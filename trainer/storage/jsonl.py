@@ -1,14 +1,13 @@
 """Append-only files of complete records (JSON lines).
 
-A full disk delays records, but never drops or splits one. A crash of the machine can lose or cut
-records; the readers skip damaged lines.
+A full disk delays records, but never drops or splits one of a single writer. A crash of the machine
+can lose or cut records; the readers skip damaged lines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import threading
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.storage.files import CHUNK, replace_bytes, write_file
+from trainer.storage.files import CHUNK, replace_bytes
 
 TAIL_BYTES = 1 << 16
 """Most bytes that the checksum of a position covers; bytes of one read from the end."""
@@ -26,22 +25,12 @@ SAMPLES, SAMPLE_BYTES = 512, 4096
 """Number of records that `sample_records` returns, and the bytes read for each."""
 
 
-class MappedCounter:
-    """A memory-mapped counter file that survives the death of the process; an update is one store
-    to memory. The block is allocated before, so that a full disk can't lose it."""
+class CounterFile:
+    """A file with one number, which survives the death of the process that sets it."""
 
     def __init__(self, path: Path, number: int) -> None:
-        self._memory: mmap.mmap | None = None
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            text = b"%-15d\n" % number
-            os.pwrite(descriptor, text, 0)
-            os.fsync(descriptor)
-            self._memory = mmap.mmap(descriptor, len(text))
-        except OSError:
-            os.truncate(descriptor, 0)  # the disk is full: go without the file
-        finally:
-            os.close(descriptor)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.set(number)
 
     @staticmethod
     def read(path: Path) -> int:
@@ -51,12 +40,11 @@ class MappedCounter:
         return 0
 
     def set(self, number: int) -> None:
-        if self._memory is not None:  # else the disk was full
-            self._memory[:] = b"%-15d\n" % number
+        with contextlib.suppress(OSError):  # the disk is full: go without the file
+            os.pwrite(self._descriptor, b"%-15d\n" % number, 0)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
+        os.close(self._descriptor)
 
 
 class AppendFile:
@@ -70,7 +58,7 @@ class AppendFile:
         self._descriptor = _open(path)
         self._size = os.fstat(self._descriptor).st_size
         if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
-            self.append(b"\n")  # a crash of the machine has cut the last record
+            self._pending.append(b"\n")  # a crash of the machine has cut the last record
 
     @property
     def damage(self) -> str:
@@ -86,41 +74,26 @@ class AppendFile:
 
     def restore(self, *, others: bool = False) -> str:
         """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
+        Raises OSError if the file can't be written back; the open one is still used.
 
         Args:
             others: other processes append to the file too: one of them has restored a file that
                 replaced this one.
-
-        Raises:
-            OSError: the file can't be written back; the open one is still used.
         """
         with self._lock:
             damage = self.damage
             if damage in ("removed", "replaced"):
                 if damage == "removed" or not others:
-                    self._write_back(is_removed=damage == "removed")
+                    size = os.fstat(self._descriptor).st_size
+                    content = (os.pread(self._descriptor, CHUNK, offset)
+                               for offset in range(0, size, CHUNK))
+                    # Another process may be faster: its file is kept, since it may have grown.
+                    replace_bytes(self._path, content, keep_other=damage == "removed")
                 new = _open(self._path)
                 os.close(self._descriptor)
                 self._descriptor = new
             self._size = os.fstat(self._descriptor).st_size
             return damage
-
-    def _write_back(self, *, is_removed: bool) -> None:
-        """Copy the open file to its path, never over another file if it `is_removed`."""
-        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        aside.unlink(missing_ok=True)
-        size = os.fstat(self._descriptor).st_size
-        try:
-            write_file(aside, (memoryview(os.pread(self._descriptor, CHUNK, offset))
-                               for offset in range(0, size, CHUNK)))
-            if is_removed:
-                with contextlib.suppress(FileExistsError):  # another process was faster
-                    os.link(aside, self._path)
-            else:
-                aside.replace(self._path)
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
 
     def append(self, record: bytes) -> None:
         self._pending.append(record)

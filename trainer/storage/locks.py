@@ -99,7 +99,6 @@ class RunLock:
     byte derived from the nonce until it dies, which shows that it is alive.
 
     Args:
-        nonce: unique name of the attempt.
         revoked: returns True if the attempt is known to be superseded, whatever the file says.
         brief_lock_s: how long to wait for byte 0. A process that holds it for longer hangs.
     """
@@ -122,13 +121,10 @@ class RunLock:
         Args:
             launcher_pid: the process whose death makes this one an orphan; None without a launcher.
             launch_id: equal in all attempts of one launch, on all hosts; None without one.
-            wait_s: seconds to wait for an owner that keeps the lock to exit.
+            wait_s: seconds to wait for a living owner to exit, before a ConfigError.
 
         Returns:
             A message about the living process the lock was taken over from, or None.
-
-        Raises:
-            ConfigError: another run is active in the folder.
         """
         me = {"nonce": self.nonce, "pid": os.getpid(), "place": _place(), "launch_id": launch_id,
               "launcher_pid": launcher_pid,

@@ -1,4 +1,4 @@
-"""Write tensors as a stream of safetensors bytes, and read them back.
+"""Write tensors as a stream of safetensors bytes.
 
 The safetensors library's own writer makes one more copy of all tensors. The format is an 8-byte
 header length, a JSON header and the tensors' bytes
@@ -8,16 +8,12 @@ header length, a JSON header and the tensors' bytes
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from trainer.storage.files import CHUNK
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -25,7 +21,6 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,41 +54,14 @@ def data_size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file into memory (not memory-mapped)."""
+    """The tensors of a safetensors file."""
     from safetensors.torch import load_file
 
     return load_file(path)
 
 
-def read_tensors(path: Path, on_chunk: Callable[[Any], object]) -> dict[str, Tensor]:
-    """Read a file that `serialize` has written, and pass its bytes in order to `on_chunk`. Raises
-    ValueError, KeyError or TypeError if it has another format."""
-    tensors, total = {}, path.stat().st_size
-    with path.open("rb") as file:
-        size = file.read(8)
-        text = file.read(min(int.from_bytes(size, "little"), total))
-        on_chunk(size + text)
-        for name, entry in json.loads(text).items():
-            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-            begin, end = entry["data_offsets"]
-            if end > total or end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name}: shape and data_offsets don't fit")
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            view = memoryview(tensors[name].flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for start in range(0, len(view), CHUNK):
-                part = view[start : start + CHUNK]
-                file.readinto(part)
-                on_chunk(part)
-        on_chunk(file.read())
-    return tensors
+def parse_tensors(data: bytes) -> dict[str, Tensor]:
+    """The tensors in the content of a safetensors file, by name: `load` has no fixed order."""
+    from safetensors.torch import load
 
-
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
-    """Name → [dtype, shape], as JSON values."""
-    return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
-
-
-def empty_tensors(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
-    """Uninitialized tensors of the dtypes and shapes that `describe_tensors` returned."""
-    return {n: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
-            for n, (dtype, shape) in description.items()}
+    return dict(sorted(load(data).items()))

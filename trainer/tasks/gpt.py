@@ -9,12 +9,8 @@ from torch.nn import functional
 
 class GPT(nn.Module):
     """Pre-norm transformer with learned position embeddings and tied output weights (Radford et al.
-    2019); dropout after the embedding, in the attention, and after attention and MLP.
-
-    Args:
-        tokens: size of the vocabulary.
-        context: maximal sequence length.
-    """
+    2019), for sequences of at most `context` of `tokens` different tokens; dropout after the
+    embedding, in the attention, and after attention and MLP."""
 
     def __init__(self, *, tokens: int, context: int, layers: int, heads: int, width: int,
                  dropout: float = 0.0) -> None:

@@ -38,8 +38,7 @@ class SmallCNN(nn.Module):
 
 
 def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
-    """A new torchvision classifier of this name, or `module:Class` called with the number of
-    classes.
+    """A new torchvision classifier, or `module:Class` called with the number of classes.
 
     For torchvision, a grey image is repeated to three channels, and images of `size` x `size` are
     enlarged to the least size that it states for the network. A forward pre-hook does both, so the
@@ -56,8 +55,7 @@ def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Modul
 
 def pretrained(name: str, weights: str, classes: int) -> nn.Module:
     """A torchvision classifier with published weights, read from torch's cache (TORCH_HOME) or
-    downloaded into it. The last layer is newly initialised if its size differs.
-    """
+    downloaded into it. The last layer is newly initialised if its size differs."""
     chosen = find_pretrained(name, weights)
     net = _new(name, classes)
     try:
@@ -94,10 +92,10 @@ def _known(name: str) -> Any:
 
     known = models.list_models(module=models)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "use for example resnet18."
+        near = difflib.get_close_matches(name, known, n=3) or ["resnet18"]
         raise ConfigError(f"--task.model {name}: torchvision has no such classifier "
-                          f"(torchvision.models.list_models lists them); {hint}")
+                          "(torchvision.models.list_models lists them); did you mean "
+                          f"{' or '.join(near)}?")
     return models
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,38 +41,41 @@ CROP_PADDING = 2
 
 
 class ImageSet(Dataset):
-    """Images Nx28x28 uint8 in memory, read in batches by `__getitems__` (32 images in about 45 us)
-    and augmented if the indices have `keys`."""
+    """Images NxCxHxW uint8 in memory, read in batches by `__getitems__` (32 of 28x28 in about
+    45 us), and flipped and shifted by up to `padding` pixels if the indices have `keys`."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, std: float,
-                 augmentation: Augment = "none") -> None:
-        self.images = torch.from_numpy(images.copy()).unsqueeze(1)
-        self.labels = torch.from_numpy(labels.astype(np.int64))
-        self._mean, self._scale = mean, 1 / std
-        self._augmentation = augmentation
+    def __init__(self, images: np.ndarray, labels: np.ndarray,
+                 normalise: Callable[[Tensor], Tensor], *, flip: bool, padding: int = 0) -> None:
+        self.images = torch.from_numpy(images.copy())
+        self.targets = torch.from_numpy(labels.astype(np.int64))
+        self._normalise, self._flip, self._padding = normalise, flip, padding
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images Nx1x28x28 float32 and labels N int64: a complete batch, which isn't collated."""
+        """Images float32 and labels N int64: a complete batch, which isn't collated."""
         # numpy, as in `augment`: on small tensors the dispatch of torch operations costs more.
         where = np.array(indices, dtype=np.int64)
         images = torch.from_numpy(self.images.numpy()[where])
         keys = getattr(indices, "keys", None)
-        if keys is not None and self._augmentation != "none":
+        if keys is not None and self._flip:
             images = augment.flip(images, keys)
-            if self._augmentation == "flip+crop":
-                images = augment.crop(images, keys, CROP_PADDING)
-        # Separate operations, each rounded once: bits don't depend on the position in the batch.
-        pixels = images.numpy().astype(np.float32)
-        pixels -= np.float32(self._mean)
-        pixels *= np.float32(self._scale)
-        return torch.from_numpy(pixels), torch.from_numpy(self.labels.numpy()[where])
+        if keys is not None and self._padding:
+            images = augment.crop(images, keys, self._padding)
+        return self._normalise(images), torch.from_numpy(self.targets.numpy()[where])
+
+
+def _normalise(images: Tensor, mean: float, scale: float) -> Tensor:
+    # Separate operations, each rounded once: bits don't depend on the position in the batch.
+    pixels = images.numpy().astype(np.float32)
+    pixels -= np.float32(mean)
+    pixels *= np.float32(scale)
+    return torch.from_numpy(pixels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,15 +137,18 @@ class Images(Section, prefix="task."):
     def dataset(self, split: str) -> ImageSet | None:
         """The images of a split; None for "validation" if no images are held out."""
         arrays = self._arrays()
-        mean, std = self._statistics(arrays)
-        if split == "test":
-            return ImageSet(arrays.test_images, arrays.test_labels, mean, std)
-        train, validation = self._parts(len(arrays.train_labels))
-        chosen = train if split == "train" else validation
-        if not len(chosen):
+        images, labels = arrays.test_images, arrays.test_labels
+        if split != "test":
+            train, validation = self._parts(len(arrays.train_labels))
+            chosen = train if split == "train" else validation
+            images, labels = arrays.train_images[chosen], arrays.train_labels[chosen]
+        if not len(labels):
             return None
-        return ImageSet(arrays.train_images[chosen], arrays.train_labels[chosen], mean, std,
-                        self.augment if split == "train" else "none")
+        mean, std = self._statistics(arrays)
+        augmentation = self.augment if split == "train" else "none"
+        normalise = functools.partial(_normalise, mean=mean, scale=1 / std)
+        return ImageSet(images[:, None], labels, normalise, flip=augmentation != "none",
+                        padding=CROP_PADDING if augmentation == "flip+crop" else 0)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy and accuracy; with a teacher, in training, a weighted sum with the KL
@@ -183,9 +189,8 @@ class Images(Section, prefix="task."):
             content.update(array.data)
         if self.teacher is not None:
             content.update(_weights_file(self.teacher).read_bytes())
-        return (f"{len(arrays.train_labels)}+{len(arrays.test_labels)} images "
-                f"{content.hexdigest()}, validation {self.validation_fraction} seed "
-                f"{self.seed or 0}")
+        return (f"{len(arrays.train_labels)}+{len(arrays.test_labels)} images {content.hexdigest()}"
+                f", validation {self.validation_fraction} seed {self.seed or 0}")
 
     def preload(self) -> None:
         """Read the data with numpy alone, in a launcher, for the ranks that it forks."""
@@ -246,8 +251,9 @@ def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray
 
 
 @functools.cache
-def _statistics(arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
-                ) -> tuple[float, float]:  # fmt: skip
+def _statistics(
+    arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
+) -> tuple[float, float]:
     train, _ = divide(len(arrays.train_labels), seed, held_out_fraction)
     mean, std = mean_and_std(arrays.train_images[train].reshape(1, -1))
     return float(mean[0]), float(std[0])

@@ -8,9 +8,7 @@ checked for combinations of output and target that torch would accept although t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,25 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.fields import fits
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.telemetry.classification import confusion
 
 SumAndCount = tuple[Tensor, Tensor | float]
 
-_SHAPE_ONLY = frozenset((
-    "View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute",
-    "Transpose", "T", "ToCopy", "Clone", "Alias", "Slice", "Select", "Expand",
-))  # fmt: skip
-"""Autograd nodes that only move or cast values."""
-
 _ENOUGH = 32
 """Number of values from which "all between 0 and 1" is taken as a sigmoid: by chance 1 in 2^32."""
 
 
 def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None) -> None:
-    """Check that these are logits NxCx… and class numbers below C."""
     refuse_activated("cross-entropy", output)
     classes = output.shape[1] if output.dim() > 1 else 0
     if classes < 2:
@@ -53,7 +43,6 @@ def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None
 
 
 def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
-    """Check that these are logits and targets from 0 to 1."""
     refuse_activated(name, output)
     low, high = float(target.min()), float(target.max())
     if not (low >= 0 and high <= 1):
@@ -72,15 +61,15 @@ def check_same_shape(name: str, output: Tensor, target: Tensor) -> None:
 def refuse_activated(name: str, output: Tensor) -> None:
     """Check that the output is logits and not the result of a softmax or sigmoid."""
     values = output.detach().float()
-    inside = bool(((values >= 0) & (values <= 1)).all())
-    operation = _made_by(output)
-    if inside and output.dim() > 1 and output.shape[1] > 1 and bool(
+    if not bool(((values >= 0) & (values <= 1)).all()):
+        return
+    operation = _last_operation(output)
+    if output.dim() > 1 and output.shape[1] > 1 and bool(
             ((values.sum(1) - 1).abs() < 1e-3).all()):
         made = "softmax"
-    elif operation == "Sigmoid" or (
+    elif operation.startswith("Sigmoid") or (
             # A compiled function doesn't show its operations.
-            inside and (not operation or operation.startswith("CompiledFunction"))
-            and values.numel() >= _ENOUGH):
+            operation.startswith(("CompiledFunction", "none")) and values.numel() >= _ENOUGH):
         made = "sigmoid"
     else:
         return
@@ -89,34 +78,22 @@ def refuse_activated(name: str, output: Tensor) -> None:
                       "where you need probabilities).")
 
 
-def _made_by(output: Tensor) -> str:
-    """Name of the autograd node that computed a tensor; "" if unknown."""
+def _last_operation(output: Tensor) -> str:
+    """Autograd's name of the operation that computed a tensor. Operations with one input are passed
+    over: they may be casts and views."""
     node = output.grad_fn
-    while node is not None:
-        name = re.sub(r"Backward\d*$", "", type(node).__name__)
-        if name not in _SHAPE_ONLY:
-            return name
-        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
-    return ""
-
-
-def _option(default: Any, allowed: str) -> Any:
-    return field(default=default, metadata={"allowed": allowed})
+    while node is not None and len(node.next_functions) == 1 and (
+            not node.name().startswith(("Sigmoid", "CompiledFunction"))):
+        node = node.next_functions[0][0]
+    return "none" if node is None else node.name()
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Base class: checks the ranges of the options, and records whether the first non-empty batch
-    has been checked."""
+    """Base class: records whether the first non-empty batch has been checked."""
 
     _checked: list[None] = field(
         default_factory=list, init=False, repr=False, compare=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value, allowed = getattr(self, option.name), option.metadata.get("allowed", "")
-            if not fits(value, allowed):
-                raise ConfigError(f"loss option {option.name} {value}: use {allowed}.")
 
     def _first(self, output: Tensor) -> bool:
         """Whether this is the first non-empty batch."""
@@ -128,15 +105,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """`nn.CrossEntropyLoss`: logits NxCx… with class numbers Nx… (or probabilities NxCx…).
+    """`nn.CrossEntropyLoss`: logits NxCx… with class numbers Nx… (or probabilities NxCx…). With
+    one `weight` per class (see `balanced`) the mean is taken over the weights of the targets."""
 
-    Args:
-        weight: one weight per class (see `balanced`); as in torch, the mean is taken over the
-            weights of the targets.
-    """
-
-    weight: tuple[float, ...] | None = _option(None, ">= 0")
-    label_smoothing: float = _option(0.0, ">= 0 and <= 1")
+    weight: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
     ignore_index: int | None = None
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
@@ -161,7 +134,7 @@ class BCE(Loss):
     """`nn.BCEWithLogitsLoss`: logits of independent labels with targets from 0 to 1 of the same
     shape; one weight of positive targets per label (see `balanced_positive`)."""
 
-    pos_weight: tuple[float, ...] | None = _option(None, ">= 0")
+    pos_weight: tuple[float, ...] | None = None
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -187,7 +160,7 @@ class MSE(Loss):
 class Huber(Loss):
     """`nn.HuberLoss`: quadratic up to `delta` (in units of the target), linear beyond."""
 
-    delta: float = _option(1.0, "> 0")
+    delta: float = 1.0
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -213,13 +186,11 @@ class MarginRanking(Loss):
 
 @dataclass(frozen=True)
 class KL(Loss):
-    """`nn.KLDivLoss` from a teacher's logits to a student's, both NxC, for distillation.
+    """`nn.KLDivLoss` from a teacher's logits to a student's, both NxC, for distillation. Logits are
+    divided by the temperature; the loss is multiplied by its square, so that the size of the
+    gradients doesn't depend on it (Hinton, Vinyals, Dean 2015)."""
 
-    Logits are divided by the temperature; the loss is multiplied by its square, so that the size of
-    the gradients doesn't depend on it (Hinton, Vinyals, Dean 2015).
-    """
-
-    temperature: float = _option(1.0, "> 0 and < inf")
+    temperature: float = 1.0
 
     def __call__(self, output: Tensor, teacher: Tensor) -> SumAndCount:
         if self._first(output):
@@ -237,19 +208,16 @@ class KL(Loss):
 
 @dataclass(frozen=True)
 class DiceBCE(Loss):
-    """Weighted sum of 1 - Dice and mean `nn.BCEWithLogitsLoss` per mask: logits and masks NxCxHxW.
+    """Sum of 1 - Dice, with weight `dice`, and of the mean `nn.BCEWithLogitsLoss` of a mask, with
+    the remaining weight: logits and masks NxCxHxW.
 
-    Dice is computed separately for each sample's mask, so the loss is a sum over samples:
-    2·|P∩T| / (|P|+|T|) with probabilities for P; `smooth` is added to numerator and denominator
-    (Milletari, Navab, Ahmadi 2016).
-
-    Args:
-        smooth: pixels; makes the Dice of two empty masks 1.
-        dice: weight of Dice in the loss; BCE has the rest.
+    Dice is computed for each mask alone, so the loss is a sum over samples: 2·|P∩T| / (|P|+|T|)
+    with probabilities for P (Milletari, Navab, Ahmadi 2016). `smooth` pixels are added to numerator
+    and denominator, so that it is 1 for two empty masks.
     """
 
-    smooth: float = _option(1.0, ">= 0")
-    dice: float = _option(0.5, ">= 0 and <= 1")
+    smooth: float = 1.0
+    dice: float = 0.5
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -266,8 +234,7 @@ class DiceBCE(Loss):
 
 LOSSES: dict[str, type[Loss]] = {
     "cross-entropy": CrossEntropy, "bce": BCE, "mse": MSE, "huber": Huber,
-    "margin-ranking": MarginRanking, "kl": KL, "dice+bce": DiceBCE,
-}  # fmt: skip
+    "margin-ranking": MarginRanking, "kl": KL, "dice+bce": DiceBCE}
 """Name → loss class; its fields are the options."""
 
 
@@ -283,7 +250,7 @@ def named(name: str, **options: Any) -> Any:
 def classification(
     logits: Tensor, labels: Tensor, *, training: bool, label_smoothing: float = 0.0,
     weight: tuple[float, ...] | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Cross-entropy (smoothed in training) and accuracy, and in evaluation the confusion."""
     loss = named("cross-entropy", weight=weight,
                  label_smoothing=label_smoothing if training else 0.0)

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from trainer.config.fields import Section, setting
-from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
 from trainer.tasks.image_models import classifier, find_pretrained, pretrained
-from trainer.tasks.images import CLASS_FIGURES, divide, mean_and_std
+from trainer.tasks.images import CLASS_FIGURES, ImageSet, divide, mean_and_std
 from trainer.telemetry import drawing
 from trainer.telemetry.classification import Figure
 
@@ -52,31 +51,8 @@ def _read(path: str) -> Any:
         raise OSError(f"{path}: {error}") from error
 
 
-class CifarImages(Dataset):
-    """CIFAR-10 images in memory; random crop and flip if the indices have keys."""
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray, mean_std: Any, *,
-                 augmented: bool) -> None:
-        self.images = torch.from_numpy(images.copy())
-        self.targets = torch.from_numpy(labels.astype(np.int64))
-        self._mean, self._std = (torch.tensor(v).reshape(1, 3, 1, 1) * 255 for v in mean_std)
-        self._augmented = augmented
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images Nx3x32x32 float32 and labels N int64: a complete batch."""
-        where = torch.from_numpy(np.array(indices, dtype=np.int64))
-        images, keys = self.images.index_select(0, where), getattr(indices, "keys", None)
-        if keys is not None and self._augmented:
-            images = augment.crop(augment.flip(images, keys), keys, _PADDING)
-        images = images.float().sub_(self._mean).div_(self._std)
-        return images, self.targets.index_select(0, where)
+def _normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return images.float().sub_(mean).div_(std)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +93,6 @@ class Photos(Section, prefix="task."):
 
     @property
     def source(self) -> str:
-        """The folder of the data."""
         return str(self._root)
 
     def model(self) -> nn.Module:
@@ -131,8 +106,10 @@ class Photos(Section, prefix="task."):
         """The images of a split; those for training with random resized crops and flips."""
         if self.data == "cifar-10":
             images, labels = read_cifar(self._root, "test" if split == "test" else "train")
-            whole: Any = CifarImages(images, labels, self._statistics(),
-                                     augmented=split == "train")
+            mean, std = (torch.tensor(v).reshape(1, 3, 1, 1) * 255 for v in self._statistics())
+            whole: Any = ImageSet(
+                images, labels, functools.partial(_normalise, mean=mean, std=std),
+                flip=split == "train", padding=_PADDING if split == "train" else 0)
             return whole if split == "test" else self._part(whole, split)
         own = self._find(split)
         if own is None and (split == "test" or not self.validation_fraction):
@@ -145,7 +122,6 @@ class Photos(Section, prefix="task."):
             self._part(whole, split))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the samples, and the accuracy."""
         images, labels = batch
         weight = losses.balanced(count_images(self)) if self.class_weights == "balanced" else None
         return losses.classification(
@@ -205,7 +181,7 @@ class Photos(Section, prefix="task."):
         try:
             return ImageFolder(folder, v2.Compose([
                 *crops, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(list(mean), list(std))]), loader=_read)  # fmt: skip
+                v2.Normalize(list(mean), list(std))]), loader=_read)
         except OSError as error:
             raise ConfigError(f"task.root {folder}: {error}") from error
 
@@ -268,10 +244,8 @@ def _shown(task: Photos) -> tuple[Tensor, list[int]]:
 def count_images(task: Photos) -> tuple[int, ...]:
     """Number of training images per class."""
     part: Any = task.dataset("train")
-    if isinstance(part, Subset):
-        labels = np.asarray(part.dataset.targets)[part.indices]  # type: ignore[attr-defined]
-    else:
-        labels = np.asarray(part.targets)
+    whole = getattr(part, "dataset", part)  # of a Subset
+    labels = np.asarray(whole.targets)[getattr(part, "indices", slice(None))]
     return tuple(np.bincount(labels, minlength=len(task.class_names)).tolist())
 
 

@@ -82,7 +82,7 @@ class Shapes(Section, prefix="task."):
         return nn.Sequential(
             _block(1, self.width), nn.MaxPool2d(2), _block(self.width, 2 * self.width),
             nn.MaxPool2d(2), _block(2 * self.width, 4 * self.width), nn.MaxPool2d(SIZE // 4),
-            nn.Flatten(), nn.Linear(4 * self.width, len(SHAPES)))  # fmt: skip
+            nn.Flatten(), nn.Linear(4 * self.width, len(SHAPES)))
 
     def dataset(self, split: str) -> TensorDataset:
         """Images and masks Nx3x32x32, or labels Nx3, float32."""
@@ -91,7 +91,6 @@ class Shapes(Section, prefix="task."):
         return TensorDataset(torch.from_numpy(images), torch.from_numpy(target).float())
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """The loss, and the accuracy over pixels (or labels)."""
         images, target = batch
         logits = model(images).float()
         if self.target == "masks" and self.loss_name == "dice+bce":

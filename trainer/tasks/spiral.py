@@ -43,13 +43,11 @@ class Spiral(Section, prefix="task."):
                              nn.Linear(self.width, CLASSES))
 
     def dataset(self, split: str) -> TensorDataset:
-        """Points and their arms."""
         count = self.points if split == "train" else self.points // 3
         points, arms = draw_points(count, self.noise, (self.seed or 0, SPLITS.index(split)))
         return TensorDataset(torch.from_numpy(points), torch.from_numpy(arms))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the samples, and the accuracy."""
         points, arms = batch
         return losses.classification(model(points).float(), arms, training=model.training,
                                      label_smoothing=self.label_smoothing)

@@ -116,7 +116,6 @@ class Text(Section, prefix="task."):
 
     @property
     def source(self) -> str:
-        """The path of the file."""
         standard = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
         return str(standard if self.file is None else Path(self.file).expanduser())
 
@@ -140,7 +139,6 @@ class Text(Section, prefix="task."):
         return PieceStream(pieces) if self.stream and split == "train" else pieces
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the predicted bytes."""
         inputs, targets = batch
         logits = model(inputs).float()
         loss = losses.named("cross-entropy", ignore_index=NOT_COUNTED)

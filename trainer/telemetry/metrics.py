@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.storage.jsonl import (
     AppendFile,
+    CounterFile,
     FileMark,
-    MappedCounter,
     continue_file,
     newest_step,
     read_records,
@@ -135,7 +135,7 @@ class Metrics:
         """Position of the first pending line in the file."""
         self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
-        self._last_step: MappedCounter | None = None
+        self._last_step: CounterFile | None = None
         self._lock = threading.Lock()  # the thread that writes a save calls `sync`
         self._unwritten: list[bytes] = []
         self._written_s = -math.inf
@@ -161,7 +161,7 @@ class Metrics:
         self._guard, self._warn = guard, warn
         continue_file(path, record.begin.offset, record.data)
         self._file = AppendFile(path)
-        self._last_step = MappedCounter(path.with_name(LAST_STEP), newest_step(path))
+        self._last_step = CounterFile(path.with_name(LAST_STEP), newest_step(path))
 
     def show_in(self, sinks: Sequence[Sink], unshown: Sequence[dict[str, Any]] = ()) -> None:
         """Show `unshown` and all further lines in these sinks."""

@@ -125,7 +125,7 @@ BAD = {
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
     "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name must end"),
     "out in a file": (["predict", "{run}", "--out={file}/p.jsonl"], "--out"),
-    "out is a folder": (["predict", "{run}", "--out={folder}"], "this is a folder"),
+    "out is a folder": (["predict", "{run}", "--out={folder}"], "Is a directory"),
     "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
                                 "--tolerance nan: use 0 or more"),
     "an empty folder": (["export", "{run}", "--to", ""], "--to '': the value is empty; give one"),
@@ -133,7 +133,7 @@ BAD = {
     "a misspelt flag": (["evaluate", "{run}", "--chekpoint=last"], "--chekpoint: there is no such "
                         "flag; did you mean --checkpoint?"),
     "plot in no folder": (["lr-find", "--plot={out}/p.png"], "--plot {out}/p.png: [Errno 2] No"),
-    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name must end with one of ."),
+    "plot of no kind": (["lr-find", "--plot={out}.txt"], "is not supported"),
     "plot is a folder": (["lr-find", "--plot={folder}.png"], "Is a directory: "),
     "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),

@@ -14,7 +14,6 @@ from trainer.errors import ConfigError
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3",
 }
 
 
@@ -26,7 +25,7 @@ def test_without_a_launcher_a_process_is_the_only_rank() -> None:
 def test_torchruns_variables_are_read() -> None:
     assert LaunchInfo.from_environment(TORCHRUN) == LaunchInfo(
         rank=3, size=4, local_rank=1, local_size=2, master_address="node-0", master_port=29500,
-        run_id="none", restart_count=1, max_restarts=3)
+        run_id="none")
 
 
 def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
@@ -39,12 +38,11 @@ def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
 
 @pytest.mark.parametrize(("name", "value", "message"), [
     *((name, "", f"{name} is not set.*torchrun")
-      for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                   "MASTER_PORT")),
+      for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")),
     ("RANK", "4", "RANK is '4'.*from 0 to 3"), ("WORLD_SIZE", "0", "WORLD_SIZE is '0'"),
     ("MASTER_PORT", "99999", "to 65535"), ("RANK", "-1", "RANK is '-1'"),
     ("RANK", "two", "RANK is 'two'"),
-    ("TORCHELASTIC_RESTART_COUNT", "1.5", "TORCHELASTIC_RESTART_COUNT is '1.5'"),
+    ("LOCAL_RANK", "1.5", "LOCAL_RANK is '1.5'"),
 ])
 def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

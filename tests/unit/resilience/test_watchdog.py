@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.resilience import processes, progress_marks, stack_dumps
 from trainer.resilience.fault_injection import PHASES
 from trainer.resilience.hang_detection import RankReport
-from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.progress_marks import ProgressMarks
 
 ROOT = Path(__file__).parents[3]
@@ -133,13 +133,13 @@ def test_ranks_hear_each_other_and_agree_on_one_alarm():
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = [RankReport(phase="forward", step=rank, idle_s=0.0, waits=False, over=False)
             for rank in range(3)]
-    beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
-                        report=told[rank], tick_s=0.05) for rank in range(3)]
+    beats = [Heartbeats(host.clone(), rank=rank, size=3, report=told[rank], tick_s=0.05)
+             for rank in range(3)]
     try:
         beats[0].listening = True
         until(lambda: all(p.report is not None for p in beats[0].peers().values()))
         assert {r: p.report for r, p in beats[0].peers().items()} == {1: told[1], 2: told[2]}
-        until(lambda: beats[0].identities.keys() == {1, 2})
+        until(lambda: beats[0].identities.keys() == {0, 1, 2})
 
         beats[2].stop()  # as a stopped process falls silent
         until(lambda: (seen := beats[0].peers())[2].silent_s > 1.0 > seen[1].silent_s)

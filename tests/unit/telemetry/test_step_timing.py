@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.resilience.hang_detection import RankReport
-from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.resilience.heartbeats import Heartbeats
 from trainer.telemetry.step_timing import (
     EVERY_S,
     LONGEST_S,
@@ -159,8 +158,8 @@ def test_heartbeats_carry_the_messages_to_rank_0(tmp_path):
     world = World(tmp_path / "timing.jsonl", size=3)
     world.train(100, [0.1, 0.1, 0.1], beat=False)
     report = RankReport(phase="forward", step=100, idle_s=0.0, waits=False, over=False)
-    beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
-                        report=report, tick_s=0.02) for rank in range(3)]
+    beats = [Heartbeats(host.clone(), rank=rank, size=3, report=report, tick_s=0.02)
+             for rank in range(3)]
     try:
         for beat, timing in zip(beats, world.ranks, strict=True):
             beat.times = timing

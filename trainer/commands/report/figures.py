@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.commands.report.charts import format_duration
 from trainer.commands.report.history import History
 from trainer.resilience.attempts import Event
 
@@ -60,8 +59,7 @@ def summary(run: History) -> dict[str, str]:
         "attempts": str(len(run.attempt_times)), "injected faults": str(faults) if faults else "",
         "repeated steps": f"{run.lost_steps:,}", "steps without an update": f"{skipped:,}",
         "clipped steps": _clipped(run), **_speed(run),
-        "result": f"{determinism.get('label', '')} {determinism.get('why', '')}".strip(),
-    }  # fmt: skip
+        "result": f"{determinism.get('label', '')} {determinism.get('why', '')}".strip()}
     return {name: value for name, value in rows.items() if value}
 
 
@@ -92,8 +90,7 @@ def _clipped(run: History) -> str:
     if not clipped:
         return ""
     half = clipped[len(clipped) // 2 :]
-    return (f"{sum(clipped) / len(clipped):.1%}, in the last half "
-            f"{sum(half) / len(half):.1%}")
+    return f"{sum(clipped) / len(clipped):.1%}, in the last half {sum(half) / len(half):.1%}"
 
 
 def _speed(run: History) -> dict[str, str]:
@@ -104,12 +101,30 @@ def _speed(run: History) -> dict[str, str]:
     mean_s = {part: sum(line[f"{part}_s"][0] or 0.0 for line in timing) / steps
               for part in ("step", *STEP_PARTS)}
     split = ", ".join(f"{part} {1000 * mean_s[part]:,.1f} ms" for part in STEP_PARTS)
-    memory_mb = max((m for line in timing for m in line["memory_mb"] if m), default=None)
+    memory_mb = max(peak_memory_mb(line) or 0.0 for line in timing)
     samples = sum(line["samples"] for line in timing) / steps
     return {"time of a step": f"{1000 * mean_s['step']:,.1f} ms: {split}",
             "samples/s": f"{samples / mean_s['step']:,.0f}",
-            "memory of a rank": "" if memory_mb is None else f"{memory_mb:,.0f} MB at most"}
+            "memory of a rank": f"{memory_mb:,.0f} MB at most" if memory_mb else ""}
+
+
+def peak_memory_mb(line: Mapping[str, Any]) -> float | None:
+    """Largest memory of a rank in a line of timing.jsonl."""
+    return max((memory for memory in line["memory_mb"] if memory), default=None)
 
 
 def _number(value: Any) -> str:
     return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration on one line: 3.4 s, 12 min 5 s, 7 h 3 min."""
+    if seconds < 0.1:
+        text = f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
+    elif seconds < 100:
+        text = f"{seconds:.1f} s"
+    else:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, left = divmod(minutes, 60)
+        text = f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+    return text.replace(" ", "\N{NO-BREAK SPACE}")

@@ -41,19 +41,14 @@ class AttemptTimes:
 
     attempt: Attempt
     begun: float
-    trains: float | None
-    """The first step begins."""
-    fault: float | None
-    """The fault that ends the attempt happens."""
-    noticed: float | None
-    """The fault is noticed."""
-    over: float
-    """Time of the last record."""
-    ranks: dict[int, tuple[float, float]]
-    """Time of the first and the last record of each rank."""
+    trains: float | None  # the first step begins
+    fault: float | None  # the fault that ends the attempt happens
+    noticed: float | None  # the fault is noticed
+    over: float  # the last record
+    ranks: dict[int, tuple[float, float]]  # the first and the last record of each rank
 
     def put_in_order(self) -> None:
-        """Make the times monotonic: the clocks of several nodes may differ."""
+        """Make the times monotonic: clocks of nodes may differ."""
         earliest = self.begun
         for name in ("trains", "fault", "noticed"):
             value = getattr(self, name)
@@ -69,17 +64,14 @@ class History:
     name: str
     path: Path
     events: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-    """Lines of training steps in metrics.jsonl."""
+    steps: list[dict[str, Any]]  # lines of training steps in metrics.jsonl
     validations: list[dict[str, Any]]
     timing: list[dict[str, Any]]
-    config: dict[str, Any]
-    """Dotted name → value."""
+    config: dict[str, Any]  # dotted name → value
     environment: dict[str, Any]
     summary: dict[str, Any] | None
     attempt_times: list[AttemptTimes] = field(init=False)
-    goodput: dict[str, float] = field(init=False)
-    """Seconds for each of `PARTS`; their sum is `wall_s`."""
+    goodput: dict[str, float] = field(init=False)  # seconds for each of `PARTS`
 
     def __post_init__(self) -> None:
         self.attempt_times = attempt_times(self.events, self.timing)
@@ -97,7 +89,6 @@ class History:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the start of the first process to the last record."""
         return self.over - self.begun
 
     @property
@@ -107,14 +98,8 @@ class History:
 
 
 def read_history(path: Path, *others: Path) -> History:
-    """Read a run folder. The run may still be writing to it.
-
-    Args:
-        others: folders of the same run on other nodes. Their events are included.
-
-    Raises:
-        ConfigError: the folder contains no run.
-    """
+    """Read a run folder, also while the run is writing to it, with the events of `others`, folders
+    of the same run on other nodes."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
@@ -129,8 +114,7 @@ def read_history(path: Path, *others: Path) -> History:
         timing=[line for line in read_records(path / layout.TIMING) if "step_s" in line],
         config=_config(path / layout.CONFIG),
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
-        summary=files.read_json(path / layout.SUMMARY),
-    )  # fmt: skip
+        summary=files.read_json(path / layout.SUMMARY))
 
 
 def attempt_times(events: Sequence[Event], timing: Timing) -> list[AttemptTimes]:
@@ -222,11 +206,8 @@ def goodput(
 
 
 def lost_steps(times: AttemptTimes, after: AttemptTimes | None, events: Sequence[Event]) -> int:
-    """Return the number of finished steps of an attempt that are repeated.
-
-    The next attempt repeats those after its checkpoint; a rollback repeats some in the same
-    attempt.
-    """
+    """Return the number of finished steps of an attempt that are repeated: by the next attempt,
+    those after its checkpoint; in the same attempt, those of a rollback."""
     attempt = times.attempt
     found = 0 if after is None else max(
         0, max(attempt.end_step, attempt.reached or 0) - after.attempt.start_step)
@@ -262,6 +243,6 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict with the items of inner dicts under dotted names."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= {f"{key}.{name}": inner for name, inner in value.items()} if (
-            isinstance(value, dict)) else {key: value}
+        found |= ({f"{key}.{name}": inner for name, inner in value.items()}
+                  if isinstance(value, dict) else {key: value})
     return found

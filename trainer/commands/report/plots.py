@@ -1,42 +1,86 @@
-"""Plots of a report, of one or more runs."""
+"""Plots of a report, of one or more runs, drawn with matplotlib as SVG and PNG."""
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.commands.report.charts import (
-    ALARM,
-    FAINT,
-    INK,
-    PARTS_COLORS,
-    SERIES,
-    Plot,
-    downsample,
+from trainer.commands.report.figures import (
+    STEP_PARTS,
+    affected_rank,
     format_duration,
-    smooth,
-    time_unit,
+    peak_memory_mb,
 )
-from trainer.commands.report.figures import STEP_PARTS, affected_rank
 from trainer.commands.report.history import PARTS, History
 from trainer.telemetry.metrics import RESERVED
 from trainer.telemetry.step_timing import own_step_s
 
-MOST_RANKS = 24
-"""Ranks in the time line."""
-LEGEND_RANKS = 8
+POINTS = 500
+"""Longer series are reduced to the means of this many groups."""
+MOST_RANKS, LEGEND_RANKS = 24, 8
+"""Ranks in the time line, and in a legend."""
+
+INK, FAINT, ALARM = "#1f2430", "#d4d8e0", "#c62828"
+SERIES = ("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472")
+COLORS = dict(zip(PARTS, ("#2f8f5b", "#d9822b", "#2563c9", "#c2376b", "#8e6bbf", "#9aa3b2"),
+                  strict=True))
+STEP_COLORS = [COLORS[part] for part in ("redone", "useful", "saving", "detecting")]
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "text.parse_math": False, "legend.fontsize": "small",
+    "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True,
+    "axes.labelcolor": INK, "text.color": INK, "grid.color": FAINT, "xtick.color": FAINT,
+    "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK}
 MARKERS = {
     "injected fault": ("fault", "X", ALARM), "death or hang": ("death hang failure", "x", ALARM),
     "step skipped": ("skipped", "D", SERIES[4]), "stop": ("stop", "s", INK),
-    "save": ("save", "|", INK), "end": ("end", "*", INK),
-}  # fmt: skip
+    "save": ("save", "|", INK), "end": ("end", "*", INK)}
 """Label in the time line → its events, marker and colour."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot with its captions. `draw` draws it on axes."""
+
+    name: str
+    title: str
+    note: str
+    draw: Callable[[Axes], None]
+    wide: bool = False
+    height: float = 3.1
+
+    def svg(self) -> str:
+        """Return an <svg> element."""
+        text = self._render("svg", transparent=True, metadata=dict.fromkeys(
+            ("Creator", "Date", "Format", "Type"))).decode()
+        return text[text.index("<svg"):]
+
+    def png(self) -> bytes:
+        """Return a PNG image with a title, on white."""
+        return self._render("png", self.title, dpi=150, facecolor="white")
+
+    def _render(self, kind: str, title: str = "", **options: Any) -> bytes:
+        # The salt keeps the ids of the plots of a page apart.
+        width, size = (11.4, 9) if self.wide else (5.2, 11)
+        with mpl.rc_context({**STYLE, "svg.hashsalt": self.name, "font.size": size}):
+            figure = Figure(figsize=(width, self.height), layout="constrained")
+            axes = figure.add_subplot()
+            self.draw(axes)
+            axes.set_title(title, loc="left", fontsize=11)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, **options)
+        return buffer.getvalue()
 
 
 def plots(runs: Sequence[History]) -> Iterator[Plot]:
@@ -46,7 +90,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
     if trained:
         note = "Line: training; dots: validation; dotted: a restart."
         yield Plot("loss", "Loss", note, partial(_curves, runs, "loss", "loss"))
-        if (metric := primary_metric(runs)) is not None:
+        if (metric := _primary_metric(runs)) is not None:
             name = metric.replace("_", " ")
             yield Plot("metric", name.capitalize(), note, partial(_curves, runs, metric, name))
         yield Plot("lr", "Learning rate", "Of the first parameter group.",
@@ -58,7 +102,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
         if run.attempt_times:
             yield Plot(f"timeline{number or ''}", f"Time line{suffix}",
                        "One bar for each rank and attempt.", partial(_timeline, run), wide=True,
-                       height=1.5 + 0.3 * min(len(_ranks_of(run)), MOST_RANKS))
+                       height=1.5 + 0.3 * len(_first_ranks(run)))
     if trained:
         yield Plot("gradients", "Gradient norm before clipping",
                    "Dashed: the clipping threshold.", partial(_norms, runs))
@@ -67,7 +111,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                    "Mean over the ranks; communication is the part that isn't hidden.",
                    partial(_step_time, runs))
         yield Plot("samples", "Samples per second", "Sum over all ranks, while they train.",
-                   partial(_samples, runs))
+                   partial(_timing_curves, runs, _samples_per_s, "samples/s"))
     for number, (run, suffix) in enumerate(zip(runs, suffixes, strict=True)):
         if any(map(_has_ranks, run.timing)):
             yield Plot(f"ranks{number or ''}", f"Ranks{suffix}",
@@ -75,10 +119,10 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                        partial(_ranks, run))
     if timed:
         yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
-                   partial(_memory, runs))
+                   partial(_timing_curves, runs, peak_memory_mb, "MB"))
 
 
-def primary_metric(runs: Sequence[History]) -> str | None:
+def _primary_metric(runs: Sequence[History]) -> str | None:
     """Choose the metric to plot next to the loss: accuracy, or the first one in the records."""
     names = [name for run in runs for line in run.steps[-1:] for name, value in line.items()
              if name not in RESERVED and isinstance(value, int | float)]
@@ -91,7 +135,7 @@ def primary_metric(runs: Sequence[History]) -> str | None:
 def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
     several = len(runs) > 1
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        x, y = downsample([(s["step"], s[key]) for s in run.steps if s.get(key) is not None])
+        x, y = _downsample([(s["step"], s[key]) for s in run.steps if s.get(key) is not None])
         if key != "lr" and len(y) > 60:
             axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
             y = smooth(y, decay=1 - 50 / len(y))
@@ -114,37 +158,31 @@ def _norms(runs: Sequence[History], axes: Axes) -> None:
 
 
 def _goodput(runs: Sequence[History], axes: Axes) -> None:
-    shown = {_short(run.name): run.goodput for run in runs}
-    labels = {part: part for part in PARTS}
+    shown = {run.name if len(run.name) <= 16 else run.name[:15] + "…": run.goodput for run in runs}
     if len(runs) == 1:
         spent_s = runs[0].goodput
         shown = {"wall time": spent_s}
         if spent_s["waiting"] > 0:
             shown["while it ran"] = spent_s | {"waiting": 0.0}
-        labels = {part: f"{part} {format_duration(spent_s[part])}" for part in PARTS}
-    _stacked_bars(axes, list(shown), PARTS_COLORS, {
-        labels[part]: [100 * parts[part] / (sum(parts.values()) or 1.0) for parts in shown.values()]
-        for part in PARTS})
+    left = np.zeros(len(shown))
+    for part, color in COLORS.items():
+        widths = [100 * spent_s[part] / (sum(spent_s.values()) or 1.0)
+                  for spent_s in shown.values()]
+        label = part if len(runs) > 1 else f"{part} {format_duration(runs[0].goodput[part])}"
+        if max(widths) > 0:
+            axes.barh(list(shown), widths, left=left, color=color, height=0.6, label=label)
+        left = left + widths
     axes.set_xlim(0, 100)
     axes.set_xlabel("%")
-
-
-def _stacked_bars(
-    axes: Axes, names: Sequence[str], colors: Sequence[str], widths: Mapping[str, Sequence[float]]
-) -> None:
-    left = np.zeros(len(names))
-    for (label, own), color in zip(widths.items(), colors, strict=True):
-        if max(own) > 0:
-            axes.barh(names, own, left=left, color=color, height=0.6, label=label)
-        left = left + own
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    _legend_above(axes)
+    _finish_rows(axes)
 
 
 def _timeline(run: History, axes: Axes) -> None:
-    unit, name = time_unit(run.wall_s - run.goodput["waiting"])
-    ranks = _ranks_of(run)[:MOST_RANKS]
+    running_s = run.wall_s - run.goodput["waiting"]
+    unit, name = next(((unit, name) for limit_s, unit, name in (
+        (300, 1, "seconds"), (3 * 3600, 60, "minutes"), (3 * 86400, 3600, "hours"))
+        if running_s < limit_s), (86400, "days"))
+    ranks = _first_ranks(run)
     position, gaps = shorten_waiting(run)
 
     def at(time: float) -> float:
@@ -164,8 +202,7 @@ def _timeline(run: History, axes: Axes) -> None:
     for (label, part), found in bars.items():
         if found:
             rows, starts, widths = zip(*found, strict=True)
-            axes.barh(rows, widths, left=starts, height=0.55, label=label,
-                      color=PARTS_COLORS[PARTS.index(part)])
+            axes.barh(rows, widths, left=starts, height=0.55, label=label, color=COLORS[part])
     for label, (names, marker, color) in MARKERS.items():
         points = [(at(e["time"]), affected_rank(e)) for e in run.events if not e.get("echo")
                   and e["event"] in names.split() and affected_rank(e) in ranks]
@@ -173,13 +210,11 @@ def _timeline(run: History, axes: Axes) -> None:
             axes.plot(*zip(*points, strict=True), marker, color=color, markersize=7, label=label,
                       clip_on=False)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.invert_yaxis()
     axes.set_xlim(left=0)
     left_out = sum(end - begin for begin, end in gaps)
     axes.set_xlabel(f"{name} since the start" + f", without {format_duration(left_out)} of waiting"
                     * bool(gaps))
-    axes.grid(False, axis="y")
-    _legend_above(axes)
+    _finish_rows(axes)
 
 
 def shorten_waiting(
@@ -198,43 +233,45 @@ def shorten_waiting(
     return partial(np.interp, xp=[*times, run.over], fp=positions), gaps
 
 
-def _ranks_of(run: History) -> list[int]:
-    return sorted({rank for times in run.attempt_times for rank in times.ranks})
+def _first_ranks(run: History) -> list[int]:
+    return sorted({rank for times in run.attempt_times for rank in times.ranks})[:MOST_RANKS]
 
 
 def _step_time(runs: Sequence[History], axes: Axes) -> None:
-    palette = (PARTS_COLORS[1], PARTS_COLORS[0], PARTS_COLORS[2], PARTS_COLORS[3])
     if len(runs) > 1:
-        _stacked_bars(axes, [_short(run.name) for run in runs], palette, {
-            part: [1000 * sum(_mean(line[f"{part}_s"]) for line in run.timing)
-                   / max(1, sum(line["steps"] for line in run.timing)) for run in runs]
-            for part in STEP_PARTS})
-        axes.set_xlabel("ms a step")
+        _timing_curves(runs, partial(_part_ms, part="step"), "ms a step", axes)
         return
     lines = [line for line in runs[0].timing if line["steps"]]
-    series = [downsample([(line["step"], 1000 * _mean(line[f"{part}_s"]) / line["steps"])
-                          for line in lines]) for part in STEP_PARTS]
-    axes.stackplot(series[0][0], *(y for _, y in series), labels=STEP_PARTS, colors=palette,
+    series = [_downsample([(line["step"], _part_ms(line, part)) for line in lines])
+              for part in STEP_PARTS]
+    axes.stackplot(series[0][0], *(y for _, y in series), labels=STEP_PARTS, colors=STEP_COLORS,
                    linewidth=0)
     axes.set_ylim(bottom=0)
     _finish(axes, "ms a step")
     _legend_above(axes, 2)
 
 
-def _samples(runs: Sequence[History], axes: Axes) -> None:
-    for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        _line(axes, [(line["step"], line["samples"] / line["step_s"][0]) for line in run.timing
-                     if line["step_s"][0]], color, run.name if len(runs) > 1 else None)
-    axes.set_ylim(bottom=0)
-    _finish(axes, "samples/s")
+def _part_ms(line: Mapping[str, Any], part: str) -> float:
+    """Milliseconds of a part of a step, the mean of the ranks that are known."""
+    known = [value for value in line[f"{part}_s"] if value is not None]
+    return 1000 * sum(known) / len(known) / line["steps"] if known and line["steps"] else 0.0
 
 
-def _memory(runs: Sequence[History], axes: Axes) -> None:
+def _samples_per_s(line: Mapping[str, Any]) -> float | None:
+    return line["samples"] / line["step_s"][0] if line["step_s"][0] else None
+
+
+def _timing_curves(
+    runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None], unit: str,
+    axes: Axes,
+) -> None:
+    """A line for each run, of a value of each line of timing.jsonl that has it."""
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        _line(axes, [(line["step"], max(filter(None, line["memory_mb"]))) for line in run.timing
-                     if any(line["memory_mb"])], color, run.name if len(runs) > 1 else None)
+        found = ((line["step"], value(line)) for line in run.timing)
+        _line(axes, [(step, number) for step, number in found if number], color,
+              run.name if len(runs) > 1 else None)
     axes.set_ylim(bottom=0)
-    _finish(axes, "MB")
+    _finish(axes, unit)
 
 
 def _has_ranks(line: Mapping[str, Any]) -> bool:
@@ -255,7 +292,7 @@ def _ranks(run: History, axes: Axes) -> None:
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str | None) -> None:
-    x, y = downsample(points)
+    x, y = _downsample(points)
     axes.plot(x, y, color=color, linewidth=1.5, marker="." if len(x) < 30 else None, label=label)
 
 
@@ -268,15 +305,29 @@ def _finish(axes: Axes, unit: str) -> None:
         axes.legend()
 
 
-def _legend_above(axes: Axes, ncols: int = 3) -> None:
+def _finish_rows(axes: Axes) -> None:
+    """Finish a plot with horizontal bars, the first on top."""
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    _legend_above(axes, 3)
+
+
+def _legend_above(axes: Axes, ncols: int) -> None:
     axes.legend(ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0
+def _downsample(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return x and y of at most `POINTS` points. A longer series gives the means of groups."""
+    size = max(1, math.ceil(len(points) / POINTS))
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 16 else name[:15] + "…"
+def smooth(values: Sequence[float], decay: float) -> list[float]:
+    """Return the exponential moving average, with bias correction."""
+    smoothed, average = [], 0.0
+    for number, value in enumerate(values, 1):
+        average = decay * average + (1 - decay) * value
+        smoothed.append(average / (1 - decay**number))
+    return smoothed

@@ -1,20 +1,72 @@
-"""`python -m trainer report RUN …`: write the history of runs as one HTML page, and its plots."""
+"""`python -m trainer report RUN …`: write the history of runs as one HTML page, and its plots.
+
+The page is self-contained, and fits any screen size and the light or dark scheme.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import html
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.commands.inspect import checkpoints
-from trainer.commands.report.history import read_history
-from trainer.commands.report.page import page
-from trainer.commands.report.plots import plots
-from trainer.errors import ConfigError
+from trainer.commands.report.figures import (
+    affected_rank,
+    format_duration,
+    notable_events,
+    summary,
+)
+from trainer.commands.report.history import History, flatten, read_history
+from trainer.commands.report.plots import Plot, plots
+from trainer.resilience.attempts import failure_sentence
+from trainer.run.saved_run import config_error_on_write
 from trainer.storage.files import replace_bytes
 
 PAGE, PLOTS = "report.html", "report"
+MOST = 100
+"""Largest number of rows of a table."""
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #f5f6f9; --card: #ffffff; --soft: #5b6472;
+  --mark: #fff3c9; --ink: #1f2430; --faint: #d4d8e0; --alarm: #c62828 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14171d; --card: #1d222b; --soft: #9aa3b2; --mark: #4a3f14; --ink: #e4e8f0;
+    --faint: #39404d; --alarm: #ff7a70 }
+  svg { filter: invert(.88) hue-rotate(180deg) } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.45;
+  font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif }
+main { max-width: 1240px; margin: auto; padding: 16px }
+h1 { font-size: 1.5rem; margin: 8px 0 2px }
+h2 { font-size: 1rem; margin: 0 0 2px }
+h1, p, td, dd { overflow-wrap: anywhere }
+p { margin: 0 0 8px }
+.soft { color: var(--soft); font-size: .85rem }
+.cards { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px),
+  1fr)) }
+.card { background: var(--card); border-radius: 10px; padding: 12px 14px; margin: 0; min-width: 0;
+  overflow-x: auto }
+.wide { grid-column: 1 / -1 }
+dl { columns: 320px; column-gap: 32px; margin: 0; font-size: .9rem }
+dl div { break-inside: avoid; display: flex; gap: 14px; padding: 4px 0;
+  border-top: 1px solid var(--faint) }
+dt { flex: 0 0 40%; color: var(--soft) }
+dd { margin: 0 }
+svg { display: block; width: 100%; height: auto }
+.wide svg { min-width: 760px }
+svg text { font-family: inherit !important }
+table { border-collapse: collapse; width: 100%; font-size: .9rem }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--faint);
+  vertical-align: top; min-width: 3.5em }
+th { border-top: 0; color: var(--soft); font-weight: 600 }
+.differs td { background: var(--mark) }
+.bad td { color: var(--alarm) }
+summary { cursor: pointer; color: var(--soft); margin-top: 8px }
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,27 +78,121 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
     options = parser.parse_args(argv)
-    print(report(options.runs, options.out or options.runs[0]))
-    return 0
-
-
-def report(runs: Sequence[Path], out: Path) -> Path:
-    """Read the runs and write the page and its plots into a folder. Return the path of the page.
-
-    Raises:
-        ConfigError: a run does not exist, or the folder cannot be written.
-    """
-    stories = [read_history(path) for path in runs]
+    stories = [read_history(path) for path in options.runs]
     if len({story.name for story in stories}) < len(stories):
         stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     drawn = list(plots(stories))
-    text = page(stories, [checkpoints(path) for path in runs], drawn)
-    try:
+    text = _page(stories, [checkpoints(path) for path in options.runs], drawn)
+    out = options.out or options.runs[0]
+    with config_error_on_write(f"--out {out}", "choose a folder that can be written"):
         (out / PLOTS).mkdir(parents=True, exist_ok=True)
         for plot in drawn:
             replace_bytes(out / PLOTS / f"{plot.name}.png", [plot.png()])
         # A file name need not be UTF-8.
         replace_bytes(out / PAGE, [text.encode(errors="surrogateescape")])
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error}; choose a folder that can be written.") from error
-    return out / PAGE
+    print(out / PAGE)
+    return 0
+
+
+def _page(
+    runs: Sequence[History], checkpoints: Sequence[Sequence[Mapping[str, Any]]],
+    plots: Iterable[Plot],
+) -> str:
+    title = _text(" · ".join(run.name for run in runs))
+    suffixes = [f" of {run.name}" * (len(runs) > 1) for run in runs]
+    cards = [
+        _summary(runs), *map(_plot, plots), *map(_checkpoints, checkpoints, suffixes),
+        *map(_attempts, runs, suffixes), *map(_happenings, runs, suffixes),
+        _settings("Environment", [flatten(run.environment) for run in runs], runs),
+        _settings("Configuration", [run.config for run in runs], runs)]
+    made = _text(time.strftime("%Y-%m-%d %H:%M:%S %Z"))
+    return (
+        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{title}</h1>\n<p class=soft>Made {made}</p>\n<div class=cards>\n" + "\n".join(cards)
+        + "\n</div>\n</main>\n</body>\n</html>\n")
+
+
+def _summary(runs: Sequence[History]) -> str:
+    found = [summary(run) for run in runs]
+    if len(runs) > 1:
+        names = list(dict.fromkeys(name for own in found for name in own))
+        return _card("Summary", _comparison(names, found, runs))
+    rows = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>"
+                   for name, value in found[0].items())
+    return _card("Summary", f"<dl>{rows}</dl>")
+
+
+def _plot(plot: Plot) -> str:
+    return _card(plot.title, f"{plot.svg()}<p class=soft>{_text(plot.note)}</p>", wide=plot.wide)
+
+
+def _checkpoints(found: Sequence[Mapping[str, Any]], suffix: str) -> str:
+    rows = [_row([f"{c['step']:,}", c["kind"] or "–",
+                  "–" if c["generation"] is None else c["generation"],
+                  "whole" if c["valid"] else c["why"]], "" if c["valid"] else "bad") for c in found]
+    return _table(f"Checkpoints{suffix}", ("step", "kind", "generation", "state"), rows)
+
+
+def _attempts(run: History, suffix: str) -> str:
+    rows = []
+    for times in run.attempt_times:
+        a = times.attempt
+        rows.append(_row([
+            a.number, a.world_size, f"{a.start_step:,} – {a.end_step:,}",
+            format_duration(times.over - times.begun),
+            a.end if a.cause is None else f"{a.end}: {failure_sentence(a.cause)}"]))
+    return _table(f"Attempts{suffix}", ("attempt", "ranks", "steps", "took", "ended"), rows)
+
+
+def _happenings(run: History, suffix: str) -> str:
+    rows = [_row([format_duration(event["time"] - run.begun), affected_rank(event),
+                  f"{event.get('at_step', event['step']):,}", text])
+            for event, text in notable_events(run)]
+    return _table(f"What happened{suffix}", ("after", "rank", "step", "what"), rows)
+
+
+def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[History]) -> str:
+    """Table of settings. With several runs, differing settings are highlighted, the rest folded."""
+    names = list(dict.fromkeys(name for own in values for name in own if name != "command"))
+    differ = [n for n in names if any(own.get(n) != values[0].get(n) for own in values)]
+    same = [name for name in names if name not in differ]
+    body = "".join(f"<p class=soft>{_text(' '.join(map(str, own['command'])))}</p>"
+                   for own in values if isinstance(own.get("command"), list))
+    if differ:
+        body += _comparison(differ, values, runs, "differs")
+    return _card(title, f"{body}<details><summary>{len(same)} values"
+                 f"{' that are the same' * (len(runs) > 1)}</summary>"
+                 f"{_comparison(same, values, runs)}</details>")
+
+
+def _comparison(
+    names: Sequence[str], values: Sequence[Mapping[str, Any]], runs: Sequence[History],
+    kind: str = "",
+) -> str:
+    """Table with a row for each name and a column for each run."""
+    head = _row(["", *(run.name for run in runs)], tag="th") if len(runs) > 1 else ""
+    rows = [_row([name, *("" if own.get(name) is None else own[name] for own in values)], kind)
+            for name in names]
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[str]) -> str:
+    if len(rows) > MOST:
+        title += f": the last {MOST} of {len(rows)}"
+    body = _row(head, tag="th") + "".join(rows[-MOST:])
+    return _card(title, f"<table>{body}</table>") if rows else ""
+
+
+def _card(title: str, body: str, *, wide: bool = True) -> str:
+    return f'<section class="card{" wide" * wide}"><h2>{_text(title)}</h2>{body}</section>'
+
+
+def _row(cells: Sequence[object], kind: str = "", *, tag: str = "td") -> str:
+    found = "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells)
+    return f'<tr class="{kind}">{found}</tr>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
