@@ -44,7 +44,8 @@ def train(run: Run) -> dict[str, object]:
         status.complete_step(progress.step)
         if not result.skipped:
             state.meter.add(result.sums.loss, result.sums.count)
-        run.record.step(result, waited_s=loader.waited_s, blocked_s=guard.checkpoint.blocked_s)
+        run.recorders.step(result, waited_s=loader.waited_s,
+                           blocked_s=guard.checkpoint.blocked_s)
         if result.skip_reason:
             report_skipped_step(run, result)
         if result.sums.replaced:

@@ -54,6 +54,10 @@ class TrainState:
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
         return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
 
+    def set_part(self, name: str, part: Any) -> None:
+        """Add a part, or replace it after a roll-back."""
+        self.parts[name] = part
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
         by file and name. Raises ConfigError as `check_structure`."""

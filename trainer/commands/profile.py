@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
             for number in range(WARM_UP + options.active):
                 if number == WARM_UP:
                     clock.switch("between steps")
-                run.record.metrics.step(next_step(run), waited_s=run.loader.waited_s)
+                run.folder.metrics.step(next_step(run), waited_s=run.loader.waited_s)
                 if number == WARM_UP + options.active - 1:
                     clock.switch("")
                 profiler.step()

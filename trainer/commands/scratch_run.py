@@ -56,7 +56,7 @@ def scratch_run(
                 yield run
             finally:
                 built.loader.close()
-                built.record.metrics.close()
+                built.folder.metrics.close()
                 log.close()
 
 

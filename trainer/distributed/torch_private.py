@@ -130,5 +130,5 @@ def tensorboard_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 def buffer_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, bool]]:
     """Of each buffer of a module itself: its dict, its key, whether the state dict contains it.
     `named_buffers` omits a tensor's second name and does not tell the persistent ones."""
-    for name in module._buffers:
+    for name, _ in module._buffers.items():  # TorchScript's dict cannot be iterated otherwise
         yield module._buffers, name, name not in module._non_persistent_buffers_set

@@ -96,12 +96,12 @@ def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int
 
 class FaultInjector:
     """The armed faults of one rank; subscribes to its progress marks. Each fault fires once, also
-    across restarts: a file in the folder `marks` is durable before the fault happens. The kinds
+    across restarts: a file in the folder `fired` is durable before the fault happens. The kinds
     `nan`, `flip`, `corrupt` and `enospc` are `actions` of other parts of the run."""
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
-        marks: Path | None = None, log: Log | None = None,
+        fired: Path | None = None, log: Log | None = None,
         actions: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
         self._actions = actions or {}
@@ -109,8 +109,8 @@ class FaultInjector:
         named = {f"{number}-{fault.text.replace('/', '_')}": fault
                  for number, fault in enumerate(faults) if fault.rank == rank}
         self._faults = {name: fault for name, fault in named.items()
-                        if marks is None or not (marks / name).exists()}
-        self._attempt, self._marks, self._log = attempt, marks, log
+                        if fired is None or not (fired / name).exists()}
+        self._attempt, self._fired, self._log = attempt, fired, log
         self._lock = threading.Lock()
 
     def __call__(self, point: Phase, step: int, epoch: int = 0) -> None:
@@ -132,10 +132,10 @@ class FaultInjector:
             if not fault.always:
                 if self._faults.pop(name, None) is None:
                     return
-                if self._marks is not None:
-                    make_folder(self._marks)
-                    write_file(self._marks / name, ())
-                    fsync_folder(self._marks)
+                if self._fired is not None:
+                    make_folder(self._fired)
+                    write_file(self._fired / name, ())
+                    fsync_folder(self._fired)
         if self._log is not None:
             self._log.event("fault", fault=fault.text, at_step=step, at_phase=phase)
             self._log.warning(f"injected fault {fault.text} at step {step}, phase {phase}")

@@ -21,12 +21,9 @@ from trainer.run.run import Run
 from trainer.step import Step, StepResult
 from trainer.telemetry.status import Phase
 
-SHOWN = 8
-"""Maximal number of causes in a message."""
-SQUARED = math.sqrt(torch.finfo(torch.float32).max)
-"""Largest value with a finite square."""
-MAX_MISMATCHES = 4
-"""Number of consecutive mismatches in the same steps that are no longer a transient fault."""
+SHOWN = 8  # causes in a message
+SQUARED = math.sqrt(torch.finfo(torch.float32).max)  # the largest value with a finite square
+MAX_MISMATCHES = 4  # consecutive ones, in the same steps, are no longer a transient fault
 
 
 def report_skipped_step(run: Run, result: StepResult) -> None:
@@ -37,12 +34,11 @@ def report_skipped_step(run: Run, result: StepResult) -> None:
     nonfinite = run.context.config.nonfinite
     parameters = [name for name, parameter in step.compute.model.named_parameters()
                   if parameter.grad is not None and not _is_finite(parameter.grad)]
-    causes = (find_causes(step, run.loader.read, world)
-              if result.skip_reason == NONFINITE else [])
+    causes, why = [], "the loss is far above the recent ones (--nonfinite.spike-z)"
+    if result.skip_reason == NONFINITE:
+        causes = find_causes(step, run.loader.read, world)
+        why = describe_causes(causes, parameters, len(step.parameters), count=result.sums.count)
     run.state.key_rng(world.rank)
-    why = (describe_causes(causes, parameters, len(step.parameters), count=result.sums.count)
-           if result.skip_reason == NONFINITE
-           else "the loss is far above the recent ones (--nonfinite.spike-z)")
     log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
               parameters=parameters, loss=str(result.sums.loss))
     log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
@@ -56,8 +52,7 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
     """Collective. Find the micro-batches that made the last step bad; `window` are this rank's.
 
     These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
-    computed again, and those whose gradients or buffers are not finite count. There are none if
-    the computation is finite now: then the hardware or an injected fault was the cause.
+    computed again, and those whose gradients or buffers are not finite count.
 
     Returns:
         for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
@@ -81,9 +76,9 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
 def _recompute(
     step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
 ) -> dict[int, list[str]]:
-    """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
-    buffers or gradients. Every rank computes all of its own, so that collectives pair up. Buffers
-    of an empty micro-batch count if the step takes its buffers from this rank."""
+    """Collective. Compute micro-batches again: index → non-finite buffers of each bad one, which
+    has such buffers or gradients. Buffers of an empty micro-batch count if the step takes its
+    buffers from this rank."""
     parameters, buffers, bad = step.parameters, step.boundary.buffers, {}
     buffers.keep()
     try:
@@ -121,20 +116,7 @@ def describe_causes(
     causes: Sequence[dict[str, Any]], parameters: Sequence[str], trainable: int, *, count: float
 ) -> str:
     """Describe why a step is not finite, and a remedy; `count` divides the loss of the step."""
-    parts = []
-    for cause in causes[:SHOWN]:
-        samples, buffers = cause["samples"], cause["buffers"]
-        place = (f"micro-batch {cause['micro_batch']} (samples {listed(samples)})" if samples else
-                 "an empty micro-batch, which must change no buffer" if buffers else
-                 "an empty micro-batch: the loss of 0 samples must be 0")
-        what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"])) else
-                f"its forward makes {listed(buffers)} non-finite" if buffers else
-                "the gradient is not finite")
-        parts.append(f"{what} on rank {cause['rank']}, {place}")
-        if cause["input"]:
-            known = ("values without a finite square" if buffers else
-                     "the input was already non-finite")
-            parts.append(f"{known}: samples {listed(cause['input'])}")
+    parts = [_describe(cause) for cause in causes[:SHOWN]]
     if not causes:
         parts.append(
             "the same computation is finite now, so data and weights are not the cause"
@@ -142,25 +124,34 @@ def describe_causes(
             f"the sum of Outcome.count over all micro-batches, which divides the loss, is {count:g}"
             "; return the number of summed values in the task's loss")
     if parameters:
-        some = (f"all of {trainable} parameters" if len(parameters) == trainable else
-                f"{len(parameters)} of {trainable} parameters: {listed(parameters)}")
-        parts.append(f"gradients not finite: {some}")
+        parts.append(f"gradients not finite: {len(parameters)} of {trainable} parameters "
+                     f"({listed(parameters)})")
     if any(cause["input"] for cause in causes):
         parts.append("correct these samples, or exclude them in the data set")
-    elif any(cause["buffers"] and cause["samples"] for cause in causes):
-        parts.append("look for values in these samples that are far too large")
     elif any(cause["buffers"] for cause in causes):
-        parts.append("the forward must not change its buffers for an empty batch")
+        parts.append("look for values that are far too large")
     elif causes:
         parts.append("try a lower --optim.lr or --clip.norm, --precision.dtype fp32, and a loss "
                      "that is defined everywhere (log of 0, sqrt at 0, division by 0)")
     return "; ".join(parts)
 
 
+def _describe(cause: dict[str, Any]) -> str:
+    samples, buffers, bad_input = cause["samples"], cause["buffers"], cause["input"]
+    what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"])) else
+            f"its forward makes {listed(buffers)} non-finite" if buffers else
+            "the gradient is not finite")
+    place = (f"micro-batch {cause['micro_batch']} (samples {listed(samples)})" if samples else
+             "an empty micro-batch, which must change no buffer and have the loss 0")
+    known = "values without a finite square" if buffers else "the input was already non-finite"
+    return (f"{what} on rank {cause['rank']}, {place}"
+            + f"; {known}: samples {listed(bad_input)}" * bool(bad_input))
+
+
 def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> None:
     """Collective. Roll back after too many consecutive bad steps, and exclude their batches; raise
-    NonFinite after more than --nonfinite.max-total bad steps. Also called at a start: a rank may
-    have died after the last of them, before the roll-back."""
+    NonFinite after more than --nonfinite.max-total. Also called at a start: a rank may have died
+    before the roll-back."""
     progress, at, most = (run.state.progress, run.state.progress.step,
                           run.context.config.nonfinite.max_total)
     row, total = progress.consecutive_bad_steps, len(progress.bad)
@@ -177,16 +168,14 @@ def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> 
         what = f"rolled back to step {progress.step}"
     else:  # their updates were skipped, so the weights are those from before
         progress.exclude(row)
-        what = ("there is no checkpoint to roll back to, so the run continues with the weights "
-                "from before them")
+        what = "there is no checkpoint to roll back to, so the run continues as it is"
     run.context.log.warn_once(f"step {at}: batches {', '.join(map(str, row))} are excluded from "
                               f"now on; {what}")
 
 
 def replicas_match(run: Run) -> bool:
     """Collective. Compare weights and optimizer state of all ranks; if they differ, roll back to
-    the last checkpoint at which they were equal, and return False. Raises RanksDiffer if there is
-    none, or if they differ too often."""
+    the last checkpoint at which they were equal, and return False; RanksDiffer if there is none."""
     check, step, log = run.replica_check, run.state.progress.step, run.context.log
     if run.context.world.size == 1 or check.step == step or not run.setup.intervals.verify:
         return True
@@ -207,20 +196,17 @@ def replicas_match(run: Run) -> bool:
                   f"last equal at step {check.step}")
     if check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive "
-            "time, although the steps were recomputed each time: look for what differs between "
-            "ranks (memory, a device, a model or an optimizer with an unseeded random generator)")
+            f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive time: look "
+            "for what differs between ranks (memory, a device, an unseeded random generator)")
     if not _roll_back(run, newest=check.step):
-        raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step {check.step} or "
-            "before to roll back to; the next start computes the run from the beginning")
+        raise RanksDiffer(f"step {step}: {who}, and there is no checkpoint of step {check.step} or "
+                          "before; the next start computes the run from the beginning")
     return False
 
 
 def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
     """Collective. Restore the newest checkpoint up to step `newest` in a new generation, and save
-    it at once, so that no later restart continues from the abandoned steps; exclude the batches of
-    the steps `exclude` from now on. Returns False if there is no checkpoint."""
+    it at once, so that no restart continues from the abandoned steps. Returns False without one."""
     world, status, checkpoint = run.context.world, run.context.status, run.guard.checkpoint
     progress, at = run.state.progress, run.state.progress.step
     if not exclude:  # ranks differ: the state of a survivor must not be saved
@@ -228,7 +214,7 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
     checkpoint.finish_pending()
     checkpoint.confirm()
     with world.long_timeout():
-        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run, newest=newest)
+        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run_id, newest=newest)
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)

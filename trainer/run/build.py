@@ -1,12 +1,13 @@
 """Build a run in stages, each of which returns a frozen value.
 
-Three of them act on what an earlier one returned: `_find_resumption` loads the weights of --init,
+Three of them act on what an earlier one returned: `_initialize` loads the weights of --init,
 `_enter_folder` takes the lock, and a stream adds its position to the training state.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,56 +40,50 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
 from trainer.run.context import Context, Resumption, RunFolder
-from trainer.run.evaluate import Evaluator, make_evaluator
+from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
 from trainer.run.pictures import Pictures
-from trainer.run.prepare import Setup, loader_workers, prepare
+from trainer.run.prepare import Setup, prepare
 from trainer.run.recorders import open_metrics, open_source, open_timing
-from trainer.run.run import BuiltRun, Record, Trainable
+from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
 from trainer.step import ForwardBackward, Reduction
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
-from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
 
 
 def build(
     config: Config[Any], world: World, log: Log, stop: StopSignals, marks: ProgressMarks
 ) -> BuiltRun:
-    """Collective. Build the run, in the same way on every rank.
-
-    Raises:
-        ConfigError: the configuration doesn't fit the data, the model, the ranks or the run that
-            is resumed, on any rank: all raise, before anything is changed.
-    """
+    """Collective. Build the run. If the configuration doesn't fit the data, the model, the ranks or
+    the run that is resumed on any rank, all raise ConfigError, before anything is changed."""
     log.status.enter(Phase.BUILD)
     # Absolute paths: a task may call chdir.
-    path, named, init = (Path(p or "").absolute() for p in (
+    path, resume_from, init = (Path(p or "").absolute() for p in (
         config.run or f"runs/{command_line.DEFAULT_RECIPE}", config.resume, config.init))
-    context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path)
+    context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path,
+                      resume_from=resume_from, init=init)
     setup = world.fail_together(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
-    resumption = _find_resumption(context, setup, folder, named, init)
+    resumption = _find_resumption(context, setup, folder)
     _enter_folder(context, setup, folder, resumption)
-    metrics = Metrics()
-    trainable = _make_trainable(context, setup, folder, resumption, metrics)
+    trainable = _make_trainable(context, setup, folder, resumption)
     marks.mark(Phase.START, resumption.position)
     loader = Loader(open_source(context, setup, trainable.state, resumption.found),
-                    device=world.device, marks=marks, log=log,
-                    at_once=not loader_workers(config, setup.data["train"], world))
-    validation, test = (_evaluator(context, setup, trainable, split)
+                    device=world.device, marks=marks, log=log, at_once=not setup.workers)
+    validation, test = (_make_evaluator(context, setup, trainable, split)
                         for split in ("validation", "test"))
-    record = _open_record(context, setup, folder, resumption, metrics)
+    recorders = _open_recorders(context, setup, folder, resumption)
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
-                  checkpoint=trainable.checkpoint, loader=loader, metrics=metrics,
-                  timing=record.timing)
+                  checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
+                  timing=recorders.timing)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validation=validation, test=test,
-                    record=record, guard=guard)
+                    recorders=recorders, guard=guard)
 
 
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
@@ -101,55 +96,40 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     fixed = not (identity.attempt or world.has_nodes or config.parallel.reduction == "canonical")
     fault_injection.refuse_unreachable(faults, ranks=world.size if fixed else None,
                                        total=setup.intervals.total)
-    store = Store(path / layout.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
+    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
                   keep_every=setup.steps(config.checkpoint.keep_every) or None,
                   guard=lock.committing, mark=context.marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
-def _find_resumption(
-    context: Context, setup: Setup, folder: RunFolder, named: Path, init: Path
-) -> Resumption:
-    """Collective. Find the checkpoint to continue from (`named` by --resume, if this run has none),
-    or begin with initial weights (`init`)."""
-    config, world, log = context.config, context.world, context.log
-    found = _find_checkpoint(context, folder, named)
-    then = {} if found is None else found.state.circumstances
+def _find_resumption(context: Context, setup: Setup, folder: RunFolder) -> Resumption:
+    """Collective. Find the checkpoint to continue from; without one, initialize the weights."""
+    config, world = context.config, context.world
+    found = _find_checkpoint(context, folder)
+    if found is None:
+        return Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
+                          circumstances=_circumstances(context, setup),
+                          initial_weights=_initialize(context, setup))
+    saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and "threads" in then and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
         world.use_threads(then["threads"])  # bits depend on their number
-    circumstances = {
-        "task": command_line.task_path(config.task), "data": setup.fingerprint,
-        "world_size": world.size, "threads": world.threads,
-        "device": run_dir.device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "numpy": np.__version__}
-    decision, initial_weights = compatibility.ResumeDecision(), list[str]()
-    position = waited = 0
-    if found is not None:
-        decision = compatibility.compare_settings(config, found.state.settings, now=circumstances,
-                                                  then=then, before=found.state.inexact)
-        position, waited = found.state.progress.step, found.state.best.waited
-    else:
-        if config.init is not None:
-            initial_weights = world.fail_together(partial(
-                pretrained.load_initial_weights, setup.model, init,
-                strict=config.init_strict == "on"))
-        startup_checks.check_weights(setup, world, log)
-        startup_checks.check_sample_reproducibility(setup, log, config.seed)
-    log.status.move_to(position)
-    if position >= setup.intervals.total or 0 < config.eval.patience <= waited:
+    now, position = _circumstances(context, setup), saved.progress.step
+    decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
+                                              before=saved.inexact)
+    context.status.move_to(position)
+    if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)
-    return Resumption(found=found, decision=decision, position=position,
-                      circumstances=circumstances, initial_weights=initial_weights)
+    return Resumption(found=found, decision=decision, position=position, circumstances=now)
 
 
-def _find_checkpoint(context: Context, folder: RunFolder, named: Path) -> CheckpointRef | None:
+def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
     """Collective. Find this run's newest checkpoint, which takes precedence over --resume PATH."""
     config, world, log = context.config, context.world, context.log
-    found = find_checkpoint(folder.store, world, folder.identity.run)
+    found = find_checkpoint(folder.store, world, folder.identity.run_id)
     if config.resume not in ("auto", "never"):
         if found is None:
-            found = find_checkpoint_at(named, world)
+            found = find_checkpoint_at(context.resume_from, world)
         else:
             log.info(f"--resume {config.resume} is ignored: the run already has a checkpoint")
     for why in () if found is None else found.skipped:
@@ -158,10 +138,32 @@ def _find_checkpoint(context: Context, folder: RunFolder, named: Path) -> Checkp
     return found
 
 
+def _initialize(context: Context, setup: Setup) -> list[str]:
+    """Collective. Load the weights of --init, reported on by the result; check a new run."""
+    config, world, report = context.config, context.world, list[str]()
+    if config.init is not None:
+        report = world.fail_together(partial(
+            pretrained.load_initial_weights, setup.model, context.init,
+            strict=config.init_strict == "on"))
+    startup_checks.check_weights(setup, world, context.log)
+    startup_checks.check_sample_reproducibility(setup, context.log, config.seed)
+    return report
+
+
+def _circumstances(context: Context, setup: Setup) -> dict[str, Any]:
+    """Facts besides the configuration on which bits depend."""
+    world = context.world
+    return {
+        "task": command_line.task_path(context.config.task), "data": setup.fingerprint,
+        "world_size": world.size, "threads": world.threads,
+        "device": run_dir.device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__, "numpy": np.__version__}
+
+
 def _enter_folder(
     context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
 ) -> None:
-    """Collective. Take the run folder, begin the attempt, and bring each node up to date."""
+    """Collective. Lock the run folder, begin the attempt, and bring each node up to date."""
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, folder.identity, folder.lock, world, log)
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
@@ -170,18 +172,18 @@ def _enter_folder(
     version = xxhash.xxh3_64(command_line.to_toml(config).encode() + task.source_code(config.task))
     run_dir.begin(path, events, world, log, position=resumption.position,
                   version=version.hexdigest(), max_same_step=config.restart.max_same_step)
-    copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run, world, log)
+    copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
 
 
 def _make_trainable(
-    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, metrics: Metrics
+    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
 ) -> Trainable:
     """Collective. Wrap the model, and make its state, which is not restored yet."""
-    config, world, log, marks = context.config, context.world, context.log, context.marks
-    boundary = StepBoundary(setup.model, log.status)
+    config, world, marks = context.config, context.world, context.marks
+    boundary = StepBoundary(setup.model, context.status)
     wrapped, objective = _wrap(config, setup, world, boundary)
     reduction: Reduction = iter
     if config.parallel.reduction == "canonical":
@@ -201,8 +203,8 @@ def _make_trainable(
                "circumstances": resumption.circumstances,
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
-        store=folder.store, state=state, world=world, log=log, marks=marks,
-        record=RunRecord(run_id=folder.identity.run, metrics=metrics, attempt=attempt),
+        store=folder.store, state=state, world=world, log=context.log, marks=marks,
+        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
         config=config.checkpoint)
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))
@@ -216,9 +218,8 @@ def _wrap(
 ) -> tuple[nn.Module, ddp.Objective]:
     """Collective. Join model and loss, under DDP if it reduces the gradients."""
     if setup.choice.compile:
-        # Compile for each size separately: after a second size, torch would generate code for
-        # any size. That code rounds differently, and a restart has seen only one size. Compile in
-        # place: the names in the state dict stay plain.
+        # Compile for each size separately: after a second size, torch would generate code for any
+        # size, which rounds differently, and a restart has seen only one. The names stay plain.
         setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
     group = world.group if config.parallel.reduction == "ddp" else None
     options = {}
@@ -246,10 +247,8 @@ def _arm(
 
     def corrupt() -> None:
         checkpoint.abandon()  # the newest one may still be in flight
-        saved = folder.store.checkpoints()
-        if not saved:
-            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet; "
-                                                "give a step after the first save")
+        if not (saved := folder.store.checkpoints()):
+            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet")
         newest = saved[-1].path / layout.MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
@@ -260,7 +259,7 @@ def _arm(
 
     injector = fault_injection.FaultInjector(
         folder.faults, rank=context.world.rank, attempt=folder.identity.attempt,
-        marks=context.path / layout.FAULTS, log=context.log,
+        fired=context.path / layout.FAULTS, log=context.log,
         actions={"nan": objective.inject_nan, "flip": flip, "corrupt": corrupt,
                  "enospc": no_space})
     if injector:
@@ -268,59 +267,57 @@ def _arm(
     return injector
 
 
-def _evaluator(
+def _make_evaluator(
     context: Context, setup: Setup, trainable: Trainable, split: str
 ) -> Evaluator | None:
-    """The evaluator of a split, with the average of the weights if there is one."""
+    """The evaluator of a split, of the averaged weights if there are some."""
+    if setup.data[split] is None:
+        return None
     state, stop = trainable.state, context.stop
-
-    return None if setup.data[split] is None else make_evaluator(
-        setup.task, setup.data[split], setup.model, context.config, context.world,
-        autocast=trainable.compute.autocast, marks=context.marks,
+    return Evaluator(
+        task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,
+        world=context.world, autocast=trainable.compute.autocast, marks=context.marks,
         weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
         stopped=lambda: stop.requested, warn_once=context.log.warn_once)
 
 
-def _open_record(
-    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, metrics: Metrics
-) -> Record:
+def _open_recorders(
+    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
+) -> Recorders:
     """Describe the run in its folder and on the console, and open what records it."""
-    config, world, path = context.config, context.world, context.path
-    workers = loader_workers(config, setup.data["train"], world)
-    about = _describe(context, setup, folder, resumption, workers) if world.writes_run_dir else []
-    open_metrics(metrics, context, setup, folder, resumption.found, summary=about)
+    config, found, summary = context.config, resumption.found, list[str]()
+    if context.world.writes_run_dir:
+        card = setup.card
+        if config.init is not None and found is None:
+            card = card | {"init": resumption.initial_weights}
+        _write_description(context, folder, resumption, card)
+        summary = summary_lines(config, card, context.world, context.path)
+        warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
+                                    total=setup.intervals.total)
+        log_startup(context.log, summary, warnings, resumption, context.path)
+    open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
-    if world.is_main and hasattr(setup.task, "picture"):
-        pictures = Pictures(draw=setup.task.picture, folder=path / layout.PICTURES,
-                            model=setup.model, show=metrics.picture, log=context.log)
-    return Record(metrics=metrics, pictures=pictures,
-                  timing=open_timing(path, folder.identity, world, context.log, workers))
+    if context.world.is_main and hasattr(setup.task, "picture"):
+        pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
+                            model=setup.model, show=folder.metrics.picture, log=context.log)
+    return Recorders(metrics=folder.metrics, pictures=pictures,
+                     timing=open_timing(context, setup, folder.identity.attempt))
 
 
-def _describe(
-    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, workers: int
-) -> list[str]:
-    """Write configuration and environment into the run folder; returns the start-up summary."""
-    config, world, path, decision = (context.config, context.world, context.path,
-                                     resumption.decision)
-    card = setup.card | {"workers": workers, "precision": str(setup.choice),
-                         "fingerprint": setup.fingerprint}
-    if config.init is not None and resumption.found is None:
-        card["init"] = resumption.initial_weights
-    about = summary_lines(config, card, world, path)
+def _write_description(
+    context: Context, folder: RunFolder, resumption: Resumption, card: Mapping[str, Any]
+) -> None:
+    """Write configuration and environment into the run folder, without what dead attempts left."""
+    config, world, path = context.config, context.world, context.path
     run_dir.clean(path)
+    folder.store.clean()
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
-    label, why = decision.label, decision.why
+    label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         label, why = "equivalent", "--numerics.deterministic is off"
     elif world.device.type == "mps":
         label, why = "equivalent", "mps has no deterministic kernels"
     files.replace_json(path / layout.ENVIRONMENT,
                        run_dir.environment(world, card, label=label, why=why))
-    folder.store.clean()
-    warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
-                                total=setup.intervals.total)
-    log_startup(context.log, about, warnings, resumption.found, decision, path)
-    return about

@@ -1,4 +1,4 @@
-"""What a run is given, the folder that holds it, and where it continues."""
+"""What a run is given, the folder that holds it, and where it continues (see `build`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainer.resilience.stop_signals import StopSignals
 from trainer.run.run_dir import RunIdentity
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Status
 
 
@@ -32,10 +33,11 @@ class Context:
     marks: ProgressMarks
     path: Path
     """The run folder."""
+    resume_from: Path
+    init: Path
 
     @property
     def status(self) -> Status:
-        """Current phase and step of this rank."""
         return self.log.status
 
 
@@ -47,7 +49,7 @@ class RunFolder:
     lock: RunLock
     store: Store
     faults: Sequence[Fault]
-    """Faults to be injected."""
+    metrics: Metrics = field(default_factory=Metrics)
     given_hints: set[str] = field(default_factory=set)
     """Names of the hints that are off or that the run has given; `Hints` adds to it."""
 

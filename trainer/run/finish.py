@@ -23,8 +23,7 @@ from trainer.telemetry.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """The metric that selects the best weights among those of a validation, and "max" or "min"; the
-    rule is NAME:max, NAME:min, or auto."""
+    """The metric that selects the best weights among those of a validation, and "max" or "min"."""
     known = sorted(figures)
     if rule == "auto":
         rule = "val_accuracy:max" if "val_accuracy" in known else "val_loss:min"
@@ -43,25 +42,23 @@ def update_best(
     name, direction = best_rule(
         rule, [key for key in line if key.startswith("val_") and key != "val_table"])
     best.set_rule(name, direction)
-    value = line[name]
-    best.wait(math.nan if value is None else value, min_delta)
-    if value is None or not best.improves(value):
-        return False
-    best.take(value, step)
-    return True
+    value = math.nan if line[name] is None else line[name]
+    best.wait(value, min_delta)
+    improved = not math.isnan(value) and best.improves(value)
+    if improved:
+        best.take(value, step)
+    return improved
 
 
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     world, log, path = run.context.world, run.context.log, run.context.path
-    state, metrics = run.state, run.record.metrics
-    progress, best = state.progress, state.best
+    progress, best = run.state.progress, run.state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
     if progress.bad and not progress.updates:
-        raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
-                        "unusable loss or gradient. Correct the cause, and start again with "
-                        "another --run-dir")
+        raise NonFinite(f"none of the {progress.step} steps gave an update: loss or gradient were "
+                        "unusable. Correct the cause, and start again with another --run-dir")
     weights, scores = _load_best(run), None
     if run.test is not None:
         with world.long_timeout():
@@ -75,9 +72,9 @@ def finish(run: Run) -> dict[str, Any]:
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    metrics.finish(settings(run.context.config), figures, progress.step)
-    if run.record.pictures is not None:
-        run.record.pictures.save_animation(progress.step)
+    run.folder.metrics.finish(settings(run.context.config), figures, progress.step)
+    if run.recorders.pictures is not None:
+        run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
     for text in run.guard.faults.unfired():
@@ -90,11 +87,10 @@ def finish(run: Run) -> dict[str, Any]:
 def _write(run: Run, summary: dict[str, Any]) -> None:
     """Write model and summary. The summary marks the run as complete, so it is written last."""
     path = run.context.path
-    run.record.metrics.sync()
+    run.folder.metrics.sync()
     if run.context.world.writes_run_dir:
-        weights = run.state.export_weights()
-        files.replace_bytes(path / layout.PRODUCT,
-                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
+        weights = {name: tensor.cpu() for name, tensor in run.state.export_weights().items()}
+        files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
         files.replace_json(path / layout.SUMMARY, summary)
 
 
@@ -105,15 +101,13 @@ def _load_best(run: Run) -> str:
     why = f"which have the best {best.metric}" if best.value is not None else "the last step"
     if chosen != last and not run.guard.checkpoint.load_model(chosen):
         run.guard.checkpoint.end_for_damaged_best(chosen)
-        run.context.log.warning(
-            f"the best weights, of step {chosen}, are lost: no valid checkpoint holds them any "
-            "more; the weights of the last step are used instead")
+        run.context.log.warning(f"the best weights, of step {chosen}, are lost: no valid "
+                                "checkpoint holds them; those of the last step are used instead")
         chosen, why = last, "the last step"
     return f"the {'averaged ' * (run.state.ema is not None)}weights of step {chosen}, {why}"
 
 
 def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
-    """The content of summary.json."""
     state, task = run.state, run.context.config.task
     progress, best, last = state.progress, state.best, state.progress.step
     return {

@@ -1,4 +1,4 @@
-"""What guards a run: requests, emergency saves, and the end in whatever way."""
+"""Requests of a rank, emergency saves, and the end of a run in whatever way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Guard:
 
     @property
     def current_step(self) -> int:
-        """The step in progress, or the last complete one. The warm-up counts as the next step."""
+        """The step in progress (the next one in the warm-up), or the last complete one."""
         status = self.context.status
         return self.state.progress.step + (status.in_step or status.phase is Phase.WARM_UP)
 
@@ -56,19 +56,18 @@ class Guard:
         return 0 < most <= len(self.state.progress.consecutive_bad_steps)
 
     def requests(self) -> tuple[bool, ...]:
-        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`. Raises
+        """Requests of this rank, handled after the step, as `ddp.REQUESTS` names them. Raises
         StaleAttempt if a newer attempt has taken over the run."""
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
             self.lock.check_without_waiting()
         saved = checkpoint.has_unreported_save and self.metrics.flush()
         recorded = world.is_main and self.metrics.sync_if_long()
-        return (self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved,
-                recorded)
+        stop = self.context.stop.requested
+        return stop, checkpoint.overdue, checkpoint.must_fail, saved, recorded
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
-        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or raise
-        SaveFailed."""
+        """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""
         if "saved" in requests:
             self.metrics.drop(self.checkpoint.confirm())
         if "recorded" in requests:  # the report is from before this step
@@ -77,9 +76,8 @@ class Guard:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 
     def defer_worker_death_signals(self) -> None:
-        """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
-        in an update, between two steps, and after a validation. The next wait for data also
-        detects the dead worker, within 5 s. Call it after the loader has started."""
+        """Defer torch's SIGCHLD handler, which the loader has set, while its exception would leave
+        state that cannot be saved. The next wait for data detects the dead worker too."""
         raise_death = signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -90,9 +88,8 @@ class Guard:
             signal.signal(signal.SIGCHLD, handle)
 
     def emergency_save(self, *, own: bool = False) -> bool:
-        """After a failure, of this rank itself (`own`) or of a peer, break the connections to the
-        other ranks, then save the last step boundary if `decide_rescue` allows it. Returns whether
-        nothing is lost: the state is on disk."""
+        """After a failure of this rank (`own`) or of a peer, break the connections to the other
+        ranks, then save the last step boundary if possible. Returns whether it is on disk."""
         world, log, step = self.context.world, self.context.log, self.state.progress.step
         noticed_s = time.perf_counter()
         world.abandon()
@@ -117,8 +114,7 @@ class Guard:
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:
         """Like `emergency_save`, from another thread while the main thread computes or is blocked,
-        since a peer is `lost` or the time limit of a stop has passed. Returns whether the state is
-        on disk; None if a save is not possible.
+        since a peer is `lost` or the time limit of a stop has passed; None if it is not possible.
 
         It is possible only inside a step before its update: only buffers have changed, and there
         are copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a
@@ -134,20 +130,21 @@ class Guard:
             return self._save_alone(noticed_s, kept)
 
     def _save_alone(self, noticed_s: float, kept: Mapping[int, Tensor] | None = None) -> bool:
-        self.checkpoint.abandon()
-        log, step, began_s = self.context.log, self.state.progress.step, time.perf_counter()
+        checkpoint, log, step = self.checkpoint, self.context.log, self.state.progress.step
+        began_s = time.perf_counter()
+        checkpoint.abandon()
         try:
             left_s = self.context.world.launch.grace_s - (began_s - noticed_s)
             if why := checkpointer.reason_not_to_save(
-                    self.context.path / EVENTS, self.checkpoint.store, self.state, left_s=left_s,
-                    generation=self.checkpoint.generation, interval=self.intervals.checkpoint):
+                    self.context.path / EVENTS, checkpoint.store, self.state, left_s=left_s,
+                    generation=checkpoint.generation, interval=self.intervals.checkpoint):
                 log.warning(why)
                 log.event("save-left-out", at_step=step, why=why)
                 return False
             try:
-                saved = self.checkpoint.save_alone(kept)
+                saved = checkpoint.save_alone(kept)
             except OSError:  # try once more: the disk may have free space again
-                saved = self.checkpoint.save_alone(kept)
+                saved = checkpoint.save_alone(kept)
         except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
             log.warning(f"step {step} could not be saved: {error}")
             return False
@@ -162,8 +159,7 @@ class Guard:
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def close(self) -> None:
-        """End regularly: end the loader processes, complete the last save, and close the files.
-        Raises OSError if the state or a line of metrics.jsonl could not be written."""
+        """End regularly. Raises OSError if the state or a metric line could not be written."""
         self.loader.close()
         self.timing.close()
         self.checkpoint.close()
@@ -177,7 +173,7 @@ class Guard:
             self.metrics.close()
 
     def release(self) -> None:
-        """Give back what a process holds that continues after the run."""
+        """Give back what the run holds, in a process that continues."""
         self.loader.close()
         self.lock.close()
         self.checkpoint.store.close()

@@ -26,8 +26,6 @@ from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
-
-
 MOST_VALUES = 10_000
 """Maximal number of attributes that are compared."""
 
@@ -60,7 +58,7 @@ def values(
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
     """Numbers, strings, tensors (mapped by `of`) and generator states in an object's attributes, by
-    path; with parameters and buffers of modules if `state`, and at most `most` of them."""
+    path; with parameters and buffers of modules if `state`."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -111,21 +109,19 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ForwardObservation:
-    """Observation after a forward: the micro-batch's loss, and attributes of the modules."""
+    """The loss after a forward, and attributes of the modules."""
 
     loss: float
     attributes: dict[str, Any]
 
     @classmethod
     def of(cls, objective: Objective) -> ForwardObservation:
-        """Observe after a forward, whose loss must be in the accumulator."""
         loss = objective.accumulator.totals[-1]
         return cls(float(loss), values(objective.model, of=_summary, state=False, most=MOST_VALUES))
 
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
-    """A warning if two computations of a micro-batch with equal keys, parameters and buffers
-    differ, or ""."""
+    """A warning if two computations of a micro-batch with equal state differ, or ""."""
     differs = not same(one.loss, other.loss)
     if names := differing(one.attributes, other.attributes):
         what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
@@ -135,9 +131,8 @@ def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) ->
                 "Make it a buffer (register_buffer with a tensor, changed in place)")
     if differs:
         return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
-                f"{other.loss:.9g}), with the same weights, buffers and seeds: it depends on a "
-                "counter, a random generator or the clock outside of the model's buffers, so a "
-                "restart gives other bits. Make it a buffer, and draw from torch, numpy.random or "
+                f"{other.loss:.9g}): it depends on a counter, a random generator or the clock, so a"
+                " restart gives other bits. Make it a buffer, and draw from torch, numpy.random or "
                 "random directly")
     return ""
 
@@ -158,9 +153,8 @@ def check_state_dict(model: nn.Module) -> None:
     for name, value in parts.items():
         if is_lazy(value) or value.is_meta:
             raise ConfigError(
-                f"--task: the model's {name} has no values yet (a lazy module, or a model on the "
-                "meta device); model() must initialise it: call a lazy model once with a batch of "
-                "zeros; use to_empty() and an initialisation for the meta device.")
+                f"--task: the model's {name} has no values yet (a lazy module, or the meta device);"
+                " model() must initialise it, for example by a call with a batch of zeros.")
     own = {tensor.data_ptr() for tensor in parts.values() if tensor.layout == torch.strided}
     saved = model.state_dict()
     for name, value in saved.items():
@@ -175,9 +169,8 @@ def check_state_dict(model: nn.Module) -> None:
         if value.numel() and value.data_ptr() not in own:
             raise ConfigError(
                 f"--task: {name!r} of the model's state_dict is a new tensor at each call, so it "
-                "could not be restored from a checkpoint; a custom state_dict, its hooks and extra "
-                "states may rename and omit tensors, but not convert them: make it a buffer "
-                "(register_buffer with a tensor).")
+                "could not be restored; a custom state_dict may rename and omit tensors, but not "
+                "convert them: make it a buffer (register_buffer with a tensor).")
         try:
             next(tensorfile.serialize({name: value}))
         except TypeError as error:
@@ -195,8 +188,8 @@ def check_state_dict(model: nn.Module) -> None:
 def watch_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
 ) -> None:
-    """Check an optimizer class of the user by a step hook: after the first update its state, and
-    after the second the attributes that changed in between, with a warning."""
+    """Check an optimizer of the user: its state after the first update, and the attributes that
+    the second one changes."""
     observed: list[dict[str, Any]] = []
 
     def check(*_: Any) -> None:
@@ -219,7 +212,7 @@ def watch_optimizer(
 
 
 def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers among an optimizer's attributes, also in lists and dicts, with their path."""
+    """Optimizers among an optimizer's attributes, with their path."""
     if isinstance(item, torch.optim.Optimizer):
         yield path, item
     elif depth and isinstance(item, Mapping | list | tuple):

@@ -17,10 +17,10 @@ def memory_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
 ) -> dict[str, float | None]:
     """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
-    figures = {"parameters_mb": _size(model.parameters()),
-               "optimizer_mb": optimizer_mb(optimizer), "activations_mb": activations_mb}
-    return {name: None if value is None else round(value, 3) for name, value in figures.items()} | {
-        "peak_mb": round(peak_mb(), 1)}
+    figures = {"parameters_mb": _size(model.parameters()), "optimizer_mb": optimizer_mb(optimizer),
+               "activations_mb": activations_mb}
+    rounded = {name: None if mb is None else round(mb, 3) for name, mb in figures.items()}
+    return rounded | {"peak_mb": round(peak_mb(), 1)}
 
 
 def summary_line(
@@ -35,17 +35,15 @@ def summary_line(
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
-    """Size of the optimizer's state in MiB. Before the first update, which allocates it, this is
-    the future size for AdamW and SGD, and None for other optimizers."""
-    tensors = [v for entries in optimizer.state.values() for v in entries.values()
-               if isinstance(v, Tensor)]
-    if tensors:
+    """Size of the optimizer's state in MiB; before the first update, which allocates it, that of
+    AdamW and SGD, and None for others."""
+    if tensors := [v for entries in optimizer.state.values() for v in entries.values()
+                   if isinstance(v, Tensor)]:
         return _size(tensors)
-    group = optimizer.param_groups[0]
-    copies = {torch.optim.AdamW: 2, torch.optim.SGD: int(bool(group.get("momentum")))}
-    if type(optimizer) not in copies:
-        return None
-    return copies[type(optimizer)] * _size(p for g in optimizer.param_groups for p in g["params"])
+    momentum = bool(optimizer.param_groups[0].get("momentum"))
+    copies = {torch.optim.AdamW: 2, torch.optim.SGD: int(momentum)}.get(type(optimizer))
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return None if copies is None else copies * _size(parameters)
 
 
 def peak_mb() -> float:
@@ -57,16 +55,15 @@ def peak_mb() -> float:
 
 
 def activations(model: nn.Module, forward_backward: Callable[[], Any]) -> float | None:
-    """Run a forward and backward, and measure the memory held between them, in MiB: the peak of
-    CUDA's allocator minus the memory used before and the gradients; None on other devices."""
-    if not any(p.is_cuda for p in model.parameters()):
-        forward_backward()
-        return None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    """Run a forward and backward, and measure the MiB held between them: the peak of CUDA's
+    allocator minus the memory used before and the gradients; None on other devices."""
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
     forward_backward()
     gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
-    return max(0.0, (torch.cuda.max_memory_allocated() - before) / MIB - gradients)
+    return max(0.0, peak_mb() - before / MIB - gradients) if on_cuda else None
 
 
 def _size(tensors: Iterable[Tensor]) -> float:

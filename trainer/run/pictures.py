@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer import rng
 from trainer.checkpoint.buffers import Buffers
+from trainer.run.evaluate import eval_mode
 from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
@@ -24,7 +24,7 @@ ANIMATION, _FRAME_MS = "training.gif", 250
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
     """Draws a task's pictures (`picture(model)`, HxWx3 uint8), saves and shows them. An error is
-    logged as a warning and doesn't end the run."""
+    only a warning."""
 
     draw: Callable[[nn.Module], Any]
     folder: Path
@@ -33,17 +33,14 @@ class Pictures:
     log: Log
 
     def take(self, step: int, *, again: bool = True) -> None:
-        """Draw the picture of a step (`again`: even if its file exists). The model's mode, its
-        buffers and the random generators are restored."""
+        """Draw the picture of a step (`again`: even if its file exists)."""
         path = self._path(step)
         if path.exists() and not again:
             return
-        training = self.model.training
-        self.model.eval()
         try:
             from PIL import Image
 
-            with rng.preserved(), Buffers(self.model).preserved(set()), torch.no_grad():
+            with eval_mode(self.model), Buffers(self.model).preserved(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
@@ -52,8 +49,6 @@ class Pictures:
         except Exception as error:
             self.log.warning(f"no picture of step {step}: {type(error).__name__}: {error}")
             return
-        finally:
-            self.model.train(training)
         self.show(image, step)
 
     def save_animation(self, last: int) -> None:

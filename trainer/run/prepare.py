@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
+from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
@@ -29,7 +30,6 @@ from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
-"""Advice for a bad training sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +55,20 @@ class Setup:
     lengths: ScheduleLengths
     """Lengths on which the schedule is based; a checkpoint restores those of the first start."""
     data: dict[str, Any]
+    workers: int
+    """Loader processes for the training data."""
     plan: BatchPlan
     intervals: Intervals
     fingerprint: str
     sinks: dict[str, Any]
     """Factories of the user's sinks, by name."""
-    figures: dict[str, Any]
     card: dict[str, Any]
     """Facts about the run for the startup summary."""
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of samples."""
+        return getattr(self.task, "collate", batches.collate)
 
     def steps(self, duration: Duration) -> int:
         """A duration in optimizer steps."""
@@ -70,23 +76,18 @@ class Setup:
 
 
 def prepare(config: Config[Any], world: World) -> Setup:
-    """Build and check everything that does not need the run folder; raises ConfigError if the
-    configuration does not fit the data, the model or the ranks."""
+    """Build and check everything that does not need the run folder."""
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
-    if canonical and world.device.type == "mps":
-        raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
-                          "support; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
     check_signatures(task)
-    figures = task_figures(task)
+    task_figures(task)  # raises if they can't be used
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
-        raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
-                          "that has raised cannot give another sample; skip bad samples in the "
-                          "data set's __iter__ or lane(), and use --data.on-error stop.")
+        raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
+                          "ends when it raises; skip bad samples in its __iter__ or lane().")
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
@@ -103,8 +104,9 @@ def prepare(config: Config[Any], world: World) -> Setup:
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
     if schedule.metric and data["validation"] is None:
-        raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
-                          "stops improving, but the task has no validation data.")
+        raise ConfigError("--schedule.name plateau: the task has no validation data.")
+    workers = loader_workers(config, data["train"], world)
+    fingerprint = _fingerprint(task, data["train"], config, world.rank)
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -119,25 +121,25 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "frozen_parameters": frozen,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
+        "workers": workers,
+        "precision": str(choice),
+        "fingerprint": fingerprint,
     }
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
                  schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
-                 card=card, sinks=sinks, figures=figures,
-                 fingerprint=_fingerprint(task, data["train"], config, world.rank))
+                 card=card, sinks=sinks, workers=workers, fingerprint=fingerprint)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
     """Build the data set of a split; None if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
-    if isinstance(data, DataLoader):
-        raise ConfigError(f'--task: dataset("{split}") returned a DataLoader; return the data set '
-                          "in it: the trainer makes batches, workers and order, and collate() is "
-                          "a method of the task.")
     if not (data is None or isinstance(data, IterableDataset)
             or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
         raise ConfigError(f'--task: dataset("{split}") returned a {type(data).__name__}; return a '
-                          "Dataset (__getitem__ and __len__), an IterableDataset, or None.")
+                          "Dataset (__getitem__ and __len__), an IterableDataset, or None. The "
+                          "trainer makes batches, workers and order; collate() is a method of the "
+                          "task.")
     return None if split != "train" and data is not None and known_length(data) == 0 else data
 
 
@@ -166,10 +168,9 @@ def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[Batc
         size, most = batch.global_size, max(1, batch.global_size // world.size)
         fits = next(n for n in range(most, 0, -1) if size % n == 0)
         raise ConfigError(
-            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {size} "
-            f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
-            f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
-            f"{fits} or less.")
+            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {size} is only "
+            f"{batch.micro_batches} micro-batches of --batch.micro-size {batch.micro_size}: use at "
+            f"most {batch.micro_batches} ranks, or a micro-size of {fits} or less.")
     if samples is None:
         # The end of an epoch is unknown until it is reached: plan one epoch for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
@@ -180,23 +181,20 @@ def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[Batc
         raise ConfigError(
             '--task: dataset("train") is empty.' if samples == 0 else
             f"--batch.global-size {batch.global_size}: the training data have only {samples} "
-            "samples and --data.drop-last is on, so there is no whole global batch and no "
-            f"optimizer step; use a global size of {samples} or less, or --data.drop-last off.")
-    total = config.total_steps(plan.steps_per_epoch)
-    evaluate, checkpoint, log, verify = (
-        every.steps(epoch=plan.steps_per_epoch, total=total) for every in (
-            config.eval.every, config.checkpoint.every, config.log.every,
-            config.parallel.verify_every))
-    return plan, Intervals(total=total, evaluate=evaluate, checkpoint=checkpoint, log=log,
-                           verify=verify)
+            f"samples; use a global size of {samples} or less, or --data.drop-last off.")
+    epoch, total = plan.steps_per_epoch, config.total_steps(plan.steps_per_epoch)
+    return plan, Intervals(
+        total=total, evaluate=config.eval.every.steps(epoch=epoch, total=total),
+        checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
+        log=config.log.every.steps(epoch=epoch, total=total),
+        verify=config.parallel.verify_every.steps(epoch=epoch, total=total))
 
 
 def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
-    """Number of steps of a run on a stream without a length."""
+    """Steps of a run on a stream without a length."""
     what = "the training stream has no length (no __len__)"
     if config.steps is None:
-        raise ConfigError(f"--steps: {what}, so a run cannot be measured in epochs; set the number "
-                          "of steps with --steps N.")
+        raise ConfigError(f"--steps: {what}, so set the number of steps with --steps N.")
     for name, value, _ in config.leaves():
         unused = name == "eval.every" and data["validation"] is None
         if isinstance(value, Duration) and value.unit == "epochs" and not unused:
@@ -207,8 +205,7 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
 
 
 def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
-    """Fingerprint of a data set: the task's `fingerprint()`, or length and hash of 16 keyed
-    samples (of the first 16 samples of a stream)."""
+    """The task's `fingerprint()`, or length and hash of 16 keyed samples, in a stream the first."""
     if hasattr(task, "fingerprint"):
         return str(task.fingerprint())
     count = known_length(dataset)
@@ -230,12 +227,12 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str
 
 
 def content(sample: Any) -> bytes:
-    """Serialize a nested sample or batch; equal bytes mean equal content."""
+    """Serialize a nested sample or batch: equal bytes mean equal content."""
     return b"".join(_content(sample, set()))
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Serialize a nested sample, each leaf preceded by its type; `seen` ends cyclic references."""
+    """Each leaf is preceded by its type; `seen` ends cyclic references."""
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
@@ -277,6 +274,6 @@ def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
 
 
 def bind_seed(task: Any, seed: int) -> Any:
-    """Set the field `seed` of the task to the run's seed, if it has such a field and it is None."""
+    """Set the task's field `seed` to the run's seed, if it has such a field and it is None."""
     names = {f.name for f in dataclasses.fields(task)}
     return dataclasses.replace(task, seed=seed) if "seed" in names and task.seed is None else task

@@ -35,8 +35,8 @@ class Trainable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """What records the run."""
+class Recorders:
+    """What records the steps of the run."""
 
     metrics: Metrics
     timing: StepTiming
@@ -44,8 +44,7 @@ class Record:
     """Set on rank 0 if the task draws pictures."""
 
     def step(self, result: StepResult, *, waited_s: float, blocked_s: float) -> None:
-        """Record a step, with the seconds that this rank has waited for data so far, and those for
-        which saves have blocked the training so far."""
+        """Record a step, with the total seconds of waiting for data and for saves so far."""
         times = self.metrics.step(result, waited_s=waited_s)
         self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=blocked_s)
 
@@ -67,22 +66,17 @@ class BuiltRun:
     loader: Loader
     validation: Evaluator | None
     test: Evaluator | None
-    record: Record
+    recorders: Recorders
     guard: Guard
+
+    @property
+    def state(self) -> TrainState:
+        return self.trainable.state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(BuiltRun):
     """A run that is ready to train."""
 
-    context: Context
-    setup: Setup
-    folder: RunFolder
-    state: TrainState
     step: Step
-    loader: Loader
-    validation: Evaluator | None
-    test: Evaluator | None
     replica_check: ReplicaCheck
-    record: Record
-    guard: Guard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
 import functools
 import os
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer.checkpoint.store import DISK_FULL, Store
 from trainer.distributed.world import World
@@ -34,60 +36,59 @@ DISK_FULL_WAIT_S = 15.0
 class RunIdentity:
     """Id of the run in a folder, and the number of this attempt (0 is the first)."""
 
-    run: str
+    run_id: str
     attempt: int
 
 
 def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdentity:
-    """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
-    Raises ConfigError if the folder can't be read, or holds a run and `resume` is "never"."""
-    error: Exception | None = None
-    mine: dict[str, Any] | None = None
-    if world.local_rank == 0:
-        old, error = _read_identity(path)
-        launch = _launch_id(world)
-        restarted = old is not None and launch is not None and old.get("launch") == launch
-        if resume == "never" and old is not None and not restarted:
-            error = ConfigError(f"--resume never: {display_path(path)} already holds a run; "
-                                "choose another --run-dir, or omit --resume to continue it.")
-        if old is not None:
-            steps = [info.step for info in Store(path / layout.CHECKPOINTS).checkpoints()
-                     if info.run == old["run"]]
-            mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
-    world.raise_on_all_ranks(error)
+    """Collective. Determine the run's id, new for an empty folder, and the attempt's number."""
+
+    def read() -> dict[str, Any] | None:
+        old = _read_identity(path) if world.local_rank == 0 else None
+        if old is None:
+            return None
+        restarted = old.get("launch") is not None and old["launch"] == _launch_id(world)
+        if resume == "never" and not restarted:
+            raise ConfigError(f"--resume never: {display_path(path)} already holds a run; choose "
+                              "another --run-dir, or omit --resume to continue it.")
+        steps = [info.step for info in Store(path / layout.CHECKPOINTS).checkpoints()
+                 if info.run == old["run"]]
+        return {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
+
+    mine = world.fail_together(read)
     # A node with its own disk may rejoin with an empty folder, or with a short run that it started
     # without the others. The run with the most steps is continued.
     seen = [record for record in world.gather_json(mine) if record is not None]
     if not seen:
-        return RunIdentity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
+        return RunIdentity(run_id=world.broadcast_json(secrets.token_hex(8)), attempt=0)
     run = max(seen, key=lambda record: record["step"])["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
         log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
                     f"than the one being continued ({run}); its checkpoints are kept, but not used")
-    return RunIdentity(run=run, attempt=attempt)
+    return RunIdentity(run_id=run, attempt=attempt)
 
 
-def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
-    """The identity of the run in a folder, or None, and an error if the folder can't be read."""
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    """The content of run.json, or what checkpoints and events tell without it."""
     try:
         if identity := read_json(path / layout.IDENTITY):
-            return identity, None
+            return identity
         runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
         if not runs:
-            return None, None
+            return None
         attempts = [event["attempt"] for event in read_events(path / layout.EVENTS)
                     if event.get("event") == "start"]
-        return {"run": runs[-1], "attempt": max(attempts, default=0)}, None
+        return {"run": runs[-1], "attempt": max(attempts, default=0)}
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
             raise
-        return None, ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that "
-                                 "can be read and written.")
+        raise ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
+                          "read and written.") from problem
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
-    """Collective. Raise AlreadyFinished if there is a summary of `step`, the run's last one."""
+    """Collective. Raise AlreadyFinished if there is a summary of `step`."""
     found = world.gather_json(read_json(path / layout.SUMMARY) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
@@ -111,8 +112,7 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
-    """Collective. Take the run folder's lock for this attempt, and open the event log. Raises
-    ConfigError if the folder can't be written, or if another run is active in it.
+    """Collective. Take the run folder's lock for this attempt, and open the event log.
 
     Rank 0 takes it first, then the first rank of each other node, which finds rank 0's lock in a
     shared folder. On a disk of its own it takes the lock and writes a full copy of the run there.
@@ -128,15 +128,14 @@ def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
 
 
 def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> str | None:
-    launch_id = _launch_id(world)
-    launcher = None if world.launch.run_id is None else os.getppid()
+    launcher, launch_id = None if world.launch.run_id is None else os.getppid(), _launch_id(world)
+    mine = {"run": identity.run_id, "attempt": identity.attempt, "launch": launch_id}
     try:
         make_folder(path)
         warning = lock.take(launcher_pid=launcher, launch_id=launch_id)
         world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
-            mine = {**dataclasses.asdict(identity), "launch": launch_id}
             _when_not_full(lambda: replace_json(path / layout.IDENTITY, mine),
                            DISK_FULL_WAIT_S if identity.attempt else 0.0, log)
     except OSError as problem:
@@ -148,7 +147,7 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
 
 
 def _check_writable(path: Path) -> None:
-    """Raise OSError if an existing file can't be written; it may belong to another user."""
+    """Raise OSError if an existing file, perhaps of another user, can't be written."""
     for name in (layout.METRICS, layout.EVENTS, layout.TIMING, layout.LAST_STEP):
         if (path / name).exists():
             os.close(os.open(path / name, os.O_RDWR))
@@ -161,23 +160,21 @@ def _check_writable(path: Path) -> None:
 
 def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:
     """Call `write`; on a full disk, try again for up to `patience_s` seconds."""
-    began_s, warned = time.monotonic(), False
+    began_s = time.monotonic()
     while True:
         try:
             return write()
         except OSError as problem:
             if problem.errno not in DISK_FULL or time.monotonic() - began_s >= patience_s:
                 raise
-            if not warned:
-                log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
-            warned = True
-        time.sleep(0.2)
+            log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
+        time.sleep(3.0)
 
 
 def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,
           position: int, version: str, max_same_step: int) -> None:
-    """Collective. Record in the event log that this attempt starts, from step `position`. Raises
-    GaveUp if `max_same_step` attempts in a row have failed at the same step with this `version` of
+    """Collective. Record that this attempt starts, from step `position`. Raises GaveUp if
+    `max_same_step` attempts in a row have failed at the same step with this `version` of
     configuration and task; `events` are those of earlier attempts, on rank 0."""
     error = None
     reached = max(CounterFile.read(path / layout.LAST_STEP),
@@ -196,7 +193,7 @@ def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Lo
 
 
 def _launch_id(world: World) -> str | None:
-    """An id that all attempts of one launcher share. torchrun's own run id is "none" by default."""
+    """An id that all attempts of one launcher share (torchrun's own is "none" by default)."""
     launch = world.launch
     if launch.run_id is None:
         return None
@@ -212,9 +209,7 @@ def clean(path: Path) -> None:
 
 
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
-    """The content of environment.json: versions, devices, ranks, command, data, determinism."""
-    import torch
-
+    """The content of environment.json."""
     return {
         "command": sys.argv, "python": platform.python_version(), "packages": package_versions(),
         "host": platform.node(), "system": platform.platform(),
@@ -226,18 +221,15 @@ def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) 
 
 def device_name(device: Any) -> str:
     """The kind of device, on which results depend: the GPU's name, or "cpu"."""
-    import torch
-
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @functools.cache  # looking them up takes 20 ms
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages on which results may depend."""
-    versions: dict[str, str | None] = {}
-    for name in ("torch", "torchvision", "numpy", "safetensors", "tensorboard"):
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(
+        ("torch", "torchvision", "numpy", "safetensors", "tensorboard"))
+    for name in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return versions

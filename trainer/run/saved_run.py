@@ -22,11 +22,11 @@ from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import precision
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.evaluate import Evaluator, make_evaluator
+from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
 
-TRIES = 5  # to read a checkpoint: the run may prune it meanwhile
+TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class CheckpointWeights:
     step: int
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
-    """Averages of the trained parameters, by the first name of each; empty without averaging."""
+    """Averages of the trained parameters, by the first name of each."""
     threads: int | None
-    """Threads of a rank in that attempt, if known: their number changes bits."""
+    """Threads of a rank in that attempt: their number changes bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Configuration of a run, and its model with weights, in evaluation mode."""
+    """A run's configuration, and its model with weights, in evaluation mode."""
 
     config: Config[Any]
     task: Any
@@ -53,17 +53,17 @@ class SavedRun:
     weights: CheckpointWeights
 
     def evaluator(self, split: str) -> Evaluator | None:
-        """Return the evaluator of a split, bitwise equal to that of the run; None without data."""
+        """The evaluator of a split, as in the run; None without data."""
         dataset = make_data(self.task, self.config, split)
         if dataset is None:
             return None
-        return make_evaluator(
-            self.task, dataset, self.model, self.config, self.world, marks=ProgressMarks(),
-            autocast=precision.autocast(self.choice, self.world.device),
-            step=lambda: self.weights.step)
+        return Evaluator(
+            task=self.task, dataset=dataset, model=self.model, config=self.config,
+            world=self.world, autocast=precision.autocast(self.choice, self.world.device),
+            marks=ProgressMarks(), step=lambda: self.weights.step)
 
     def fresh_model(self) -> nn.Module:
-        """Construct another model, without the weights of the checkpoint."""
+        """Construct another model, with its initial weights."""
         return make_model(self.task, self.config, self.world.device)[0].eval()
 
     @contextlib.contextmanager
@@ -75,9 +75,11 @@ class SavedRun:
 
 
 def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> SavedRun:
-    """Open the run in a folder with the weights of a checkpoint (best, last, or a step) and flags
-    that override its configuration. Writes nothing."""
-    config = load_configuration(run, overrides)
+    """Open the run in a folder with the weights of a checkpoint (best, last, or a step)."""
+    path = run / layout.CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
+    config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = weights.threads if config.world.threads == "auto" else config.world.threads
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
@@ -94,18 +96,8 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
                     weights=weights)
 
 
-def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
-    """The configuration of the run in a folder."""
-    path = run / layout.CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
-    return dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
-
-
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    """The weights of a checkpoint (best, last, or a step), with their average if `averaged`."""
-    store, tries = Store(run / layout.CHECKPOINTS), TRIES
-    product = run / layout.PRODUCT
+    store, product, tries = Store(run / layout.CHECKPOINTS), run / layout.PRODUCT, TRIES
     while True:
         seen = [info.path for info in store.checkpoints()]
         try:
@@ -129,21 +121,18 @@ def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> Checkpoin
         if newest is None:
             raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
         best = SavedState.read(newest.path).best.step if checkpoint == "best" else 0
-        step = best or newest.step
-    elif checkpoint.isdecimal():
-        step = int(checkpoint)
+        info = store.verify(best or newest.step)
     else:
-        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
-    info = store.verify(step)
-    has_average = averaged and (info.path / layout.EMA).is_file()
-    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
+        info = store.verify(int(checkpoint))
+    model, average = info.path / layout.MODEL, info.path / layout.EMA
     return CheckpointWeights(
-        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average,
+        info.step, tensorfile.load_tensors(model),
+        tensorfile.load_tensors(average) if averaged and average.is_file() else {},
         SavedState.read(info.path).circumstances.get("threads"))
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load weights into a model; `where` is their origin, for the error message."""
+    """Load weights into a model; `where` is their origin, for a message."""
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -153,7 +142,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> No
 
 @contextlib.contextmanager
 def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
-    """Context for writing a file: an OSError becomes a ConfigError with the flag and a remedy."""
+    """Context in which an OSError becomes a ConfigError with the flag and a remedy."""
     try:
         yield
     except OSError as error:
@@ -176,11 +165,8 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append(ModelCall(args, kwargs, output))
 
-    handle = model.register_forward_hook(note, with_kwargs=True, always_call=False)
-    try:
+    with model.register_forward_hook(note, with_kwargs=True):
         loss(model, batch)
-    finally:
-        handle.remove()
     if not calls:
         raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
                           "output is unknown; give the task a method predict(model, batch).")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
@@ -26,23 +25,17 @@ def check_data(work: Setup, world: World) -> None:
             if what != everywhere[0][split]:
                 raise from_rank(0, ConfigError(
                     f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
-                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: the "
-                    "trainer shards the samples itself, so do not split them by RANK, take random "
-                    "choices from the seed, and sort the elements of a set or a folder listing."))
+                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: do not "
+                    "split them by RANK, take random choices from the seed, and sort the elements "
+                    "of a set or a folder listing."))
 
 
 def check_weights(work: Setup, world: World, log: Log) -> None:
-    """Collective. Warn of unused methods of the task, of trainable parameters outside of all
-    groups, and of initial weights that differ between ranks (which then use those of rank 0)."""
+    """Collective. Warn of unused methods of the task, and of initial weights that differ between
+    ranks (which then use those of rank 0)."""
     model = work.model
     if unused := uncalled_methods(work.task):
         log.warn_once(unused)
-    taken = {p for group in work.optimizer.param_groups for p in group["params"]}
-    omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
-    if omitted:
-        log.warn_once(f"parameter_groups() omits trainable parameters, which stay unchanged: "
-                     f"{listed(omitted)}; freeze parameters "
-                     "that must not be trained (requires_grad_(False))")
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]
@@ -65,8 +58,7 @@ def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
         why = ("a second iteration over the training stream gives other samples: each iteration "
                "must start from the beginning, and may depend on the epoch through set_epoch()")
     else:
-        reader = KeyedSamples(dataset, seed=seed, collate=getattr(
-            work.task, "collate", batches.collate))
+        reader = KeyedSamples(dataset, seed=seed, collate=work.collate)
         indices = tuple(range(min(2, len(reader))))
         names, read, drawn = ", ".join(map(str, indices)), [], []
         try:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.restore import CheckpointRef
-from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.distributed.world import World
 from trainer.errors import listed
+from trainer.run.context import Resumption
 from trainer.run.run_dir import device_name
 from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
@@ -19,20 +18,18 @@ from trainer.telemetry.events import Log
 def summary_lines(
     config: Config[Any], card: Mapping[str, Any], world: World, path: Path
 ) -> list[str]:
-    """The lines of the summary; `card` is that of the setup, with the precision."""
+    """The lines of the summary; `card` is that of the setup."""
     trained = card["parameters"] - card["frozen_weights"]
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
-    threads = f"{world.threads} thread" + "s" * (world.threads > 1)
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
-    rows = {
-        "model": f"{card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
-        "data": f"{card['data']}: {samples}",
-        "batch": batch_line(config, world.size, card),
-        "device": f"{world.size} × {device_name(world.device)}, {threads} each",
-        "look": f"tensorboard --logdir {display_path(path)}",
-    }
-    return [f"{name:<7} {text}" for name, text in rows.items()]
+    threads = f"{world.threads} thread" + "s" * (world.threads > 1)
+    return [
+        f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
+        f"data    {card['data']}: {samples}",
+        f"batch   {batch_line(config, world.size, card)}",
+        f"device  {world.size} × {device_name(world.device)}, {threads} each",
+        f"look    tensorboard --logdir {display_path(path)}"]
 
 
 def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
@@ -47,7 +44,7 @@ def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
 
 
 def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> int | None:
-    """Return the number of samples in the statistics of a batch norm; None without batch norms."""
+    """Number of samples in the statistics of a batch norm; None without batch norms."""
     samples = config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
     return samples if card["batch_norms"] else None
 
@@ -68,22 +65,21 @@ def startup_warnings(
 
 
 def log_startup(
-    log: Log, lines: Sequence[str], warnings: Sequence[str], found: CheckpointRef | None,
-    decision: compatibility.ResumeDecision, path: Path,
-) -> None:  # fmt: skip
+    log: Log, lines: Sequence[str], warnings: Sequence[str], resumption: Resumption, path: Path
+) -> None:
     """Log the summary, the warnings, and whether the run is new or continues."""
+    decision, position = resumption.decision, resumption.position
     for line in lines:
         log.info(line)
-    for line in warnings:
+    for line in [*warnings, *(f"changed: {change}" for change in decision.changes)]:
         log.warning(line)
     for change in decision.changes:
-        log.warning(f"changed: {change}")
         log.event("changed", what=change)
     how = "a fresh start"
-    if found is not None:
-        how = (f"continuing from step {found.step} ({decision.label}"
+    if resumption.found is not None:
+        how = (f"continuing from step {position} ({decision.label}"
                + f": {decision.why}" * bool(decision.why) + ")"
                + f", restart {log.attempt}" * bool(log.attempt))
     log.info(f"run folder {display_path(path)}: {how}")
-    log.event("restore" if found else "fresh", at_step=found.step if found else 0,
-              label=decision.label, why=decision.why)
+    log.event("restore" if resumption.found else "fresh", at_step=position, label=decision.label,
+              why=decision.why)

@@ -14,24 +14,23 @@ from trainer.telemetry.status import Phase
 
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
-    config, status = run.context.config, run.context.status
-    evaluator, state = run.validation, run.state
-    if evaluator is None:
+    config, status, state = run.context.config, run.context.status, run.state
+    if run.validation is None:
         return
     status.enter(Phase.EVALUATE)
     with run.context.world.long_timeout():
-        scores = evaluator()
+        scores = run.validation()
     if scores is None:
         save_and_stop(run)  # a resumed run starts with this validation
     status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = state.progress.step
     line = validation_line(step, scores, state.meter.take_mean())
-    run.record.metrics.validation(line)
+    run.folder.metrics.validation(line)
     state.progress.complete_validation()
     state.schedule.validated(line)
     if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
         run.guard.checkpoint.save("best")
-    run.record.draw(step)
+    run.recorders.draw(step)
 
 
 def save_and_stop(run: Run) -> NoReturn:

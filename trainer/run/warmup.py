@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ from trainer.telemetry.status import Phase
 def start(built: BuiltRun) -> Run:
     """Collective. Warm up, then restore the checkpoint from which the run continues."""
     context, setup, trainable = built.context, built.setup, built.trainable
-    state, found, log = trainable.state, built.resumption.found, context.log
+    state, found = trainable.state, built.resumption.found
     facts = ModelFacts()
     if state.progress.step < setup.intervals.total:
         context.status.enter(Phase.WARM_UP)
@@ -45,7 +45,7 @@ def start(built: BuiltRun) -> Run:
         if not facts.moves_parameters:
             trainable.boundary.note_constant_parameters()
         names = [*(trainable.compute.objective.accumulator.names or ()),
-                 *(setup.figures if built.validation is not None else ())]
+                 *(built.validation.figures if built.validation is not None else ())]
         metrics = ["val_loss", *(f"val_{name}" for name in names)]
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
         state.schedule.check_metric(metrics)
@@ -54,49 +54,16 @@ def start(built: BuiltRun) -> Run:
         context.marks.mark(Phase.RESTORE, found.step)
         trainable.checkpoint.load(found)
         if state.progress.validated == state.progress.step:
-            built.record.draw(found.step, again=False)  # it may have been lost with rank 0
-    log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
+            built.recorders.draw(found.step, again=False)  # it may have been lost with rank 0
+    context.log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
     step = _make_step(built, facts)
     if step.own_update:
-        hidden_state.watch_optimizer(state.optimizer, state.names(), log)
+        hidden_state.watch_optimizer(state.optimizer, state.names(), context.log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
                                  context.world, built.resumption.position)
-    return Run(context=context, setup=setup, folder=built.folder, state=state, step=step,
-               loader=built.loader, validation=built.validation, test=built.test,
-               replica_check=replica_check, record=built.record, guard=built.guard)
-
-
-def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
-    context, trainable, config = built.context, built.trainable, built.context.config
-    log, compute = context.log, trainable.compute
-
-    def detect_nan(spec: MicroBatchSpec) -> contextlib.AbstractContextManager[None]:
-        def report(origin: nan_detection.Origin) -> None:
-            log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
-            log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
-
-        return nan_detection.nan_detector(compute.wrapped, compute.model, report)
-
-    min_samples = 0
-    if isinstance(built.setup.data["train"], IterableDataset):
-        # The length of an epoch is unknown: the first incomplete window ends it.
-        min_samples = config.batch.global_size if config.data.drop_last == "on" else 1
-    return Step(
-        compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
-        world=context.world, health=trainable.health, clip=config.clip,
-        status=context.status, reduction=trainable.reduction, min_samples=min_samples,
-        nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
-
-
-def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
-    """Tensors that must be equal on all ranks: parameters, their average, optimizer state, and
-    the buffers that the forward changes."""
-    parameters, tensors = dict(state.model.named_parameters()), state.tensors()
-    buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
-    average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
-    return parameters | buffers | tensors[OPTIMIZER] | average
+    return Run(**vars(built), step=step, replica_check=replica_check)
 
 
 def warm_up(built: BuiltRun) -> ModelFacts:
@@ -104,8 +71,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     restore buffers and gradients afterwards.
 
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
-    more ranks; compilers and allocators reach their final state too. Without the warm-up, the
-    first step of a resumed attempt would differ from the same step of an uninterrupted one.
+    more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
     world, log, trainable = built.context.world, built.context.log, built.trainable
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
@@ -121,18 +87,22 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     if built.resumption.found is None:
         seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world,
                          allow_unused=find_unused or canonical)
+    times = Counter[Tensor]()  # how often the backward adds to each parameter's gradient
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: times.update([p]))
+             for p in compute.parameters if canonical]
     synced = replace(micro, spec=replace(micro.spec, last=True))
-    with count_accumulations(compute.parameters if canonical else ()) as times:
-        activations = memory.activations(model, partial(compute, synced, rehearsal=True))
+    activations = memory.activations(model, partial(compute, synced, rehearsal=True))
+    for hook in hooks:
+        hook.remove()
     mutates_batch = any(version(t) for t in batches.tensors(micro.batch))
     buffers.restore_storage()
     state.check_structure()
     if canonical:
-        refuse_partial_gradients(model, world, times)
-    refuse_sparse(built)
+        _refuse_partial_gradients(model, world, times)
+    _refuse_sparse_gradients(built)
     if (world.size > 1 or canonical) and not find_unused:
         # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
-        refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
+        _refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
@@ -159,50 +129,32 @@ def _rehearse(
     buffers.restore_storage()
     state.check_structure()
     if world.size > 1 and not allow_unused:
-        refuse_unused(compute.model, world)
+        _refuse_unused(compute.model, world)
     compute.objective.accumulator.take()
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
     return hidden_state.ForwardObservation.of(compute.objective)
 
 
-@contextlib.contextmanager
-def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
-    """Count how often a backward inside adds to each parameter's gradient."""
-    times = Counter[Tensor]()
-
-    def count(parameter: Tensor) -> None:
-        times[parameter] += 1
-
-    hooks = [p.register_post_accumulate_grad_hook(count) for p in parameters]
-    try:
-        yield times
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`);
-    the canonical reduction does on one rank too, since the number of ranks may change."""
-    mine = [n for n, p in model.named_parameters()
-            if looked and p.requires_grad and p.grad is None]
+def _refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
+    """Collective. Refuse trainable parameters without a gradient, on this rank if it `looked`."""
     _refuse_on_all_ranks(
-        mine, world, "--task: the loss of the first batch does not depend on the trainable "
-        "parameters {}; freeze them (requires_grad_(False)), use them, or set "
-        "--parallel.find-unused on.")
+        [n for n, p in model.named_parameters() if looked and p.requires_grad and p.grad is None],
+        world,
+        "--task: the loss of the first batch does not depend on the trainable parameters {}; "
+        "freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 
 
-def refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
+def _refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
     """Collective. Refuse gradients to which backward has added several `times`: the canonical
     reduction would add the parts one by one to the sum of earlier micro-batches."""
-    mine = [n for n, p in model.named_parameters()
-            if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
     _refuse_on_all_ranks(
-        mine, world, "--parallel.reduction canonical: the gradients of {} come in parts, so their "
-        "sum would depend on the number of ranks: they are sparse (use sparse=False), or a nested "
-        "backward adds to them too (use use_reentrant=False in checkpoint()). Or use "
-        "--parallel.reduction ddp.")
+        [n for n, p in model.named_parameters()
+         if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)], world,
+        "--parallel.reduction canonical: the gradients of {} come in parts, so their sum would "
+        "depend on the number of ranks: they are sparse (use sparse=False), or a nested backward "
+        "adds to them too (use use_reentrant=False in checkpoint()). Or use --parallel.reduction "
+        "ddp.")
 
 
 def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> None:
@@ -212,42 +164,13 @@ def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> Non
         raise from_rank(0, ConfigError(message.format(listed(names))))
 
 
-def refuse_sparse(built: BuiltRun) -> None:
+def _refuse_sparse_gradients(built: BuiltRun) -> None:
     """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
     sparse: dict[Tensor, str] = {p: name for name, p in built.setup.model.named_parameters()
                                  if p.grad is not None and p.grad.is_sparse}
     problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
     if why := next(filter(None, built.context.world.gather_json(problem)), ""):
         raise from_rank(0, ConfigError(f"{why}."))
-
-
-def _moves_parameters(
-    model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
-) -> bool:
-    """Collective. Whether the forward changes parameters on some rank: their checksums `before` it
-    or their `versions`. Raises ConfigError if ranks would differ, or their number would matter."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    after = checksums(parameters)
-    # Version counters also detect writes of equal values, such as a teacher equal to its student.
-    written = torch.tensor([version(p) != old for p, old in zip(parameters, versions, strict=True)])
-    moved = world.all_sum(((after != before).cpu() | written).double()).tolist()
-    if not any(moved):
-        return False
-    if canonical:
-        changed = listed(n for n, m in zip(names, moved, strict=True) if m)
-        raise from_rank(0, ConfigError(
-            f"--parallel.reduction canonical: the model's forward changes the parameters {changed},"
-            " so they would depend on the number of ranks; make them buffers (register_buffer), or "
-            "use --parallel.reduction ddp."))
-    everywhere = world.gather_json(after.tolist())
-    differing = [n for n, *sums in zip(names, *everywhere, strict=True) if len(set(sums)) > 1]
-    if differing:
-        raise from_rank(0, ConfigError(
-            f"--task: the model's forward changes the parameters {listed(differing)} differently "
-            "on each rank, because it depends on the samples (as max_norm of an Embedding does, "
-            "and an initialisation by the first batch); do not change parameters in the forward, "
-            "make them buffers, or train with one rank."))
-    return True
 
 
 def _find_changed_buffers(
@@ -274,3 +197,61 @@ def _find_changed_buffers(
     if isinstance(trainable.reduction, RankInvariantReduction):
         shared |= {id(b) for b in trainable.reduction.shared}
     return changed, [b for b, _ in pairs if b in changed and id(b) not in shared]
+
+
+def _moves_parameters(
+    model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
+) -> bool:
+    """Collective. Whether the forward changes parameters on some rank: their checksums `before` it
+    or their `versions`. Raises ConfigError if ranks would differ, or their number would matter."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    after = checksums(parameters)
+    # Version counters also detect writes of equal values, such as a teacher equal to its student.
+    written = torch.tensor([version(p) != old for p, old in zip(parameters, versions, strict=True)])
+    moved = world.all_sum(((after != before).cpu() | written).double()).tolist()
+    if not any(moved):
+        return False
+    if canonical:
+        changed = listed(n for n, m in zip(names, moved, strict=True) if m)
+        raise from_rank(0, ConfigError(
+            f"--parallel.reduction canonical: the model's forward changes the parameters {changed},"
+            " so they would depend on the number of ranks; make them buffers (register_buffer), or "
+            "use --parallel.reduction ddp."))
+    everywhere = world.gather_json(after.tolist())
+    differing = [n for n, *sums in zip(names, *everywhere, strict=True) if len(set(sums)) > 1]
+    if differing:
+        raise from_rank(0, ConfigError(
+            f"--task: the model's forward changes the parameters {listed(differing)} differently "
+            "on each rank, because it depends on the samples (as max_norm of an Embedding does); "
+            "make them buffers, or train with one rank."))
+    return True
+
+
+def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
+    context, trainable, config = built.context, built.trainable, built.context.config
+    log, compute = context.log, trainable.compute
+
+    def detect_nan(spec: MicroBatchSpec) -> contextlib.AbstractContextManager[None]:
+        def report(origin: nan_detection.Origin) -> None:
+            log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
+            log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
+
+        return nan_detection.nan_detector(compute.wrapped, compute.model, report)
+
+    min_samples = 0
+    if isinstance(built.setup.data["train"], IterableDataset):
+        # The length of an epoch is unknown: the first incomplete window ends it.
+        min_samples = config.batch.global_size if config.data.drop_last == "on" else 1
+    return Step(
+        compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
+        world=context.world, health=trainable.health, clip=config.clip,
+        status=context.status, reduction=trainable.reduction, min_samples=min_samples,
+        nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
+
+
+def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
+    """Tensors that must be equal on all ranks."""
+    parameters, tensors = dict(state.model.named_parameters()), state.tensors()
+    buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
+    average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
+    return parameters | buffers | tensors[OPTIMIZER] | average

@@ -106,7 +106,7 @@ BAD = {
     "no such checkpoint": (["evaluate", "{run}", "--checkpoint=7"],
                            "--checkpoint 7: step-00000007: there is no such checkpoint"),
     "no checkpoint at all": (["evaluate", "{run}", "--checkpoint=newest"],
-                             "it is best, last, or the step of a checkpoint"),
+                             "use best, last or one of these steps"),
     "damaged": (["export", "{damaged}", "--to={out}", "--checkpoint=12"],
                 "--checkpoint 12: step-00000012: model.safetensors"),
     "export into a run": (["export", "{run}", "--to={run}"], "this is a run or a checkpoint"),

@@ -19,7 +19,7 @@ def arm(
     folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0, **actions: Any
 ) -> FaultInjector:
     return FaultInjector([parse(text) for text in texts], rank=rank, attempt=attempt,
-                         marks=folder and folder / "faults", actions=actions)
+                         fired=folder and folder / "faults", actions=actions)
 
 
 def fires(armed: FaultInjector, step: int = 1, phase: str = "forward", epoch: int = 0) -> bool:
@@ -118,7 +118,7 @@ def test_the_mark_and_the_event_of_a_fault_are_on_disk_before_it_happens(tmp_pat
         seen.extend(read_events(tmp_path / "events.jsonl"))
 
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")
-    armed = FaultInjector([parse("nan:phase=step-end")], attempt=2, log=log, marks=tmp_path / "f",
+    armed = FaultInjector([parse("nan:phase=step-end")], attempt=2, log=log, fired=tmp_path / "f",
                           actions={"nan": look})
     armed("step-end", 5)
     log.close()

@@ -96,7 +96,8 @@ def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
         for open_to_all in (Path(place), path, *path.iterdir()):
             open_to_all.chmod(0o777)
         (path / name).chmod(0o555)
-        world, mine = World(LaunchInfo(), torch.device("cpu"), 1), RunIdentity(run="a", attempt=1)
+        world = World(LaunchInfo(), torch.device("cpu"), 1)
+        mine = RunIdentity(run_id="a", attempt=1)
         user = os.geteuid()
         os.seteuid(user or 65534)  # root may write anywhere
         try:

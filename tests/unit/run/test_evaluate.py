@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.data.batch import collate
+from trainer.config.schema import Batch, Config
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
@@ -33,13 +35,18 @@ def sum_of_outputs(model: nn.Module, batch: Any) -> Outcome:
     return Outcome(model(batch).sum(), len(batch))
 
 
-def evaluator(model: nn.Module | None = None, loss: Any = sum_of_outputs, **more: Any) -> Evaluator:
+def evaluator(
+    model: nn.Module | None = None, loss: Any = sum_of_outputs, rank: int = 0, size: int = 1,
+    **more: Any,
+) -> Evaluator:  # fmt: skip
     """Evaluator of the samples 0 to 3 in batches of two."""
-    given = {"rank": 0, "num_ranks": 1, "all_sum": lambda table: table, "marks": ProgressMarks()}
+    task = SimpleNamespace(loss=loss)
+    world = World(LaunchInfo(rank=rank, size=size), torch.device("cpu"), 1)
     return Evaluator(
-        model=model or nn.Linear(1, 1), loss=loss, batch_size=2, workers=0, seed=0, collate=collate,
-        dataset=[torch.full((1,), float(n)) for n in range(4)], device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, step=lambda: 9, **{**given, **more})
+        task=task, dataset=[torch.full((1,), float(n)) for n in range(4)],
+        model=model or nn.Linear(1, 1), config=Config(task=task, batch=Batch(micro_size=1)),
+        world=world, autocast=contextlib.nullcontext, step=lambda: 9,
+        **{"marks": ProgressMarks(), **more})
 
 
 def by_content(model: nn.Module, batch: Any) -> Outcome:
@@ -52,23 +59,13 @@ def test_metrics_that_differ_from_batch_to_batch_are_refused():
         evaluator(loss=by_content)()
 
 
-def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
-    votes, messages = [], []
-
-    def gather(vote: torch.Tensor) -> torch.Tensor:
-        votes.append(vote)
-        raise InterruptedError
+@pytest.mark.parametrize("other", [["high"], []])
+def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each(monkeypatch, other):
+    monkeypatch.setattr(World, "gather_json", lambda self, own: [[["low"]], [other]])
 
     for rank in range(2):
-        with pytest.raises(InterruptedError):
-            evaluator(loss=by_content, rank=rank, num_ranks=2, all_sum=gather)()
-    for rank in range(2):
-        with pytest.raises(ConfigError, match=r"on rank . and others on other ranks") as error:
-            evaluator(loss=by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
-        messages.append(str(error.value))
-
-    assert "['low'] on rank 0" in messages[0]
-    assert "['high'] on rank 1" in messages[1]
+        with pytest.raises(ConfigError, match=r"\['low'\] for a batch .* \[.*\] for another"):
+            evaluator(loss=by_content, rank=rank, size=2)()
 
 
 class Caching(nn.Linear):
