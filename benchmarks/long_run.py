@@ -7,13 +7,15 @@ that of a real run, lengthened: metrics.jsonl has N steps, events.jsonl a save i
 checkpoint is of step N. The lengths take turns, and each start gets a fresh copy of its folder.
 
 Memory: resident memory of one rank over a run of a tiny network without validation, with saves
-switched off, and with a save every 100 steps that fails. The slope is that of the straight line of
-least squares through the last half.
+switched off, and with a save every 100 steps that fails; and over an 80th as many steps of the task
+of `benchmarks.chaos` with saves and validations. The slope is that of the straight line of least
+squares through the last half.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -24,7 +26,6 @@ from typing import Any
 
 from benchmarks import reporting
 from benchmarks.building import builder
-from benchmarks.memory import resident_bytes
 from trainer.checkpoint.store import Store
 from trainer.loop import train
 from trainer.run.warmup import start
@@ -35,8 +36,11 @@ TASK = ["--task=benchmarks.small_tasks:TinyMlp", "--batch.global-size=8", "--bat
         "--data.workers=0"]
 BEGUN = 20
 """Steps of the real run that is lengthened."""
-SAVES = {"off": ["--checkpoint.every=off"],
-         "failing": ["--checkpoint.every=100", "--inject=enospc:phase=save-begin:always"]}
+SAVES = {"off": (1, ["--checkpoint.every=off"]),
+         "failing": (1, ["--checkpoint.every=100", "--inject=enospc:phase=save-begin:always"]),
+         "chaos": (80, ["--task=benchmarks.chaos_task:Chaos", "--batch.micro-size=4",
+                        "--checkpoint.every=50", "--eval.every=100"])}
+"""Run → the share of --steps that it makes, and its flags."""
 READINGS = 200
 
 
@@ -94,17 +98,24 @@ def start_seconds(folder: Path, length: int) -> float:
     return found[0]
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory(saves: str, steps: int, folder: str) -> list[tuple[int, float]]:
     """(step, MB) over a run."""
     found: list[tuple[int, float]] = []
+    share, flags = SAVES[saves]
+    steps //= share
 
     def look(step: int) -> None:
-        if step % (steps // READINGS) == 0:
+        if step % max(1, steps // READINGS) == 0:
             found.append((step, resident_bytes() / 1e6))
         if step == steps:
             raise Stop  # the last save would fail
 
-    run([f"--steps={steps}", f"--run-dir={folder}/{saves}", *SAVES[saves]], look)
+    run([f"--steps={steps}", f"--run-dir={folder}/{saves}", *flags], look)
     return found
 
 
