@@ -83,7 +83,7 @@ def main() -> int:
     for name in options.models:
         task, library = MODELS[name]
         if importlib.util.find_spec(library) is None:
-            print(f"left out: {name}; pip install {library} for it", flush=True)
+            print(f"left out: {name}; pip install -e '.[bench]' for it", flush=True)
             continue
         found[name] = row(task, options.ranks, folder / name, launcher)
         print(f"{name}: {', '.join(filter(None, found[name]))}", flush=True)

@@ -87,7 +87,7 @@ def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(number, state, 
     assert ("requeue 10123" in batch.calls("scontrol")) is again
 
 
-def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_path):
+def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_path, capfd):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -96,6 +96,7 @@ def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_pa
                    SLURM_CPUS_PER_TASK="32")
 
     assert single.end() == double.end() == 0
+    assert capfd.readouterr().out.count("one core for all ranks of a node") == 1
     step = "--no-kill --kill-on-bad-exit=0"
     assert single.calls("srun") == [
         f"{step} py -m launch --nproc-per-node 3 --max-restarts 3 -- --run-dir runs/a b"]
@@ -204,4 +205,16 @@ def test_the_files_are_part_of_the_package():
     packed = {path for pattern in patterns for path in LAUNCH.glob(pattern)}
     assert packed == {path for path in LAUNCH.rglob("*") if path.is_file()
                       and path.suffix not in (".py", ".pyc")}
-    assert len(packed) == 5
+    assert len(packed) == 6
+
+
+def test_the_image_is_made_of_files_of_the_checkout_and_has_the_jobs_name():
+    text = (LAUNCH / "kubernetes/Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+              for name in line.split()]
+
+    assert {"trainer", "launch", "pyproject.toml"} < set(copied)
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    (image,) = re.findall(r"docker build -t (\S+)", text)
+    assert {container["image"].partition(":")[0] for _, container in job_specs().values()} == {
+        image}

@@ -22,7 +22,7 @@ def command(name: str) -> list[str]:
 def test_each_command_is_on_the_page_and_can_be_parsed(name):
     found = command(name)
 
-    assert f"```\npython {shlex.join(found)}\n```" in PAGE
+    assert f"```bash\npython {shlex.join(found)}\n```" in PAGE
     parse_config(found[found.index("--") + 1 :])
 
 
