@@ -1,18 +1,36 @@
-"""The tables of the documentation name everything that can be given: faults, members of a task."""
+"""The documentation names all kinds of faults and members of a task, and flags that exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
+from trainer.config.command_line import find_recipe, load, parse_config
 from trainer.resilience import fault_injection
 from trainer.task import METHOD_ARGUMENTS, Task
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 
 
 def codes(text: str) -> set[str]:
     return set(re.findall(r"`([^`]+)`", text))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))],
+                         ids=lambda page: page.stem)
+def test_each_flag_exists_and_takes_the_values_that_are_given_for_it(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    known = {"--" + name.replace("_", "-") for name, *_ in load(find_recipe("sample")).leaves()}
+
+    assert set(re.findall(r"--(?!task\.)[a-z]+\.[a-z0-9-]+\b", page.read_text())) <= known
+    for code in codes(text):
+        placeholder = re.search(r"\b[A-Z]+\b|…", code)
+        if re.match(r"--(?!task\.)[a-z]+\.[a-z0-9-]+[ =]", code) and not placeholder:
+            parse_config(["sample", *shlex.split(code.replace("\\|", "|"))])
 
 
 def test_each_kind_and_phase_of_a_fault_is_described():
