@@ -156,11 +156,24 @@ class World:
         self._inodes = frozenset(
             inode for inode, ports in sockets.connections().items()
             if inode not in before and self.launch.master_port not in ports)
+        if on_cuda:
+            self._refuse_shared_device()
         self.group = cast(dist.ProcessGroup, gradients[0] if gradients else dist.new_group(
             backend="nccl", timeout=long_timeout, device_id=self.device))
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
+
+    def _refuse_shared_device(self) -> None:
+        """Collective. Refuse a GPU that several ranks use: NCCL would wait for ever."""
+        everywhere = self.gather_json(str(torch.cuda.get_device_properties(self.device).uuid))
+        ranks = [rank for rank, uuid in enumerate(everywhere) if uuid == everywhere[self.rank]]
+        if len(ranks) > 1:
+            raise errors.ConfigError(
+                f"--device cuda: ranks {', '.join(map(str, ranks))} have the same GPU "
+                f"({everywhere[self.rank]}), and each rank needs its own: use as many ranks as "
+                "there are GPUs, --device cpu, or a device for each rank (Slurm: "
+                "--gpus-per-task=1).")
 
     def use_threads(self, threads: int) -> None:
         self.threads = threads
