@@ -22,16 +22,9 @@ PAGES = {str(page.relative_to(ROOT)): page
 QUICK = ("docs/fine-tuning.md", "docs/hugging-face.md", "docs/schedules-and-optimizers.md")
 """Pages that need nothing but README's task, and seconds; those of all others are long."""
 PACKAGES = {"docs/hugging-face.md": "transformers"}
-NOT_RUN = {
-    "pip install -e '.[test]' && pytest -q",  # this
-    "sbatch --nodes 2 --gpus-per-node 8 --cpus-per-task 64 launch/slurm/train.sbatch "
-    "--run-dir /shared/runs/mine  # needs Slurm",
-    "docker build -t registry.example/trainer -f launch/kubernetes/Dockerfile .  "
-    "# needs Docker and a network",
-    "kubectl apply -f launch/kubernetes/runs.yaml -f launch/kubernetes/job.yaml  "
-    "# needs Kubernetes",
-    "python -m launch --nnodes 1:4 --nproc-per-node 8 --rdzv-endpoint node0:29400 -- "
-    "--run-dir /local/run  # needs several nodes"}
+SUITE = "pip install -e '.[test]' && pytest -q"
+NEEDS = ("a cluster", "Docker and a network", "GPUs", "Kubernetes", "Slurm", "several nodes")
+"""What the comment of a command may name that a test lacks: `# needs GPUs`."""
 LIMIT_S = 1500.0
 """For the commands of a page; the longest, of the lab, take five minutes on two cores."""
 
@@ -42,9 +35,11 @@ def fences(page: str) -> list[tuple[str, str]]:
 
 
 def commands(page: str) -> Iterator[str]:
+    """The commands of a page that can be run here, and aren't this suite."""
     for language, text in fences(page):
         if language == "bash":
-            yield from text.splitlines()
+            yield from (line for line in text.splitlines()
+                        if line != SUITE and not re.search(rf" # needs ({'|'.join(NEEDS)})", line))
 
 
 def run(page: str, folder: Path) -> None:
@@ -58,8 +53,6 @@ def run(page: str, folder: Path) -> None:
            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     with contextlib.ExitStack() as stack:
         for command in commands(page):
-            if command in NOT_RUN:
-                continue
             line, background = re.subn(r" &$", "", command.removeprefix("pip install -e . && "))
             output = stack.enter_context(tempfile.TemporaryFile("w+"))
             process = subprocess.Popen(["bash", "-c", line], cwd=folder, env=env,
@@ -80,14 +73,11 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_block_names_its_language_and_what_is_not_run_is_marked_in_the_text():
+def test_each_block_names_its_language_and_each_mark_is_known():
     languages = {(page, language) for page in PAGES for language, _ in fences(page)
                  if language not in ("bash", "python", "text")}
-    marked = {line for page in PAGES for line in commands(page)
-              if "  # needs " in line or "pytest" in line}
-
     assert languages == set()
-    assert marked == NOT_RUN
+    assert [line for page in PAGES for line in commands(page) if "# needs" in line] == []
     for page in PAGES:
         told = [text for language, text in fences(page) if language == "text"
                 if re.search(r"^(python|torchrun) ", text, re.MULTILINE)]
@@ -107,8 +97,8 @@ def test_the_commands_of_a_page_run(page, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in QUICK
-                                  and any(line not in NOT_RUN for line in commands(page))])
+@pytest.mark.parametrize("page", [page for page in PAGES
+                                  if page not in QUICK and any(commands(page))])
 def test_the_commands_of_a_page_run_after_those_of_readme(page, after_readme, tmp_path):
     if page == "README.md":
         return  # the fixture
