@@ -128,13 +128,9 @@ def test_a_missing_entry_is_an_error_that_names_it(missing):
 
 def test_another_shape_or_name_is_an_error_that_names_it():
     tensors, facts = saved(train(make(), 1))
-    moment = tensors[OPTIMIZER]["0.weight|exp_avg"]
 
     with pytest.raises(CheckpointDamaged, match=r"0\.weight has shape"):
         restored(make(width=5), tensors, facts)
-    tensors[OPTIMIZER]["0.weight|exp_avg"] = moment.reshape(3, 4)
-    with pytest.raises(CheckpointDamaged, match=r"0\.weight\|exp_avg has shape"):
-        restored(make(), tensors, facts)
     del tensors[MODEL]["2.bias"]
     with pytest.raises(CheckpointDamaged, match=r"missing from the checkpoint: 2\.bias"):
         restored(make(), tensors, facts)
