@@ -277,6 +277,7 @@ class Hiding(nn.Linear):
         super().__init__(3, 1)
         self.place = place
         self.number = 0
+        self.identity = id(self)  # differs between two models, and no forward changes it
         self.mean = torch.zeros(3)
         self.holder = {"deep": [torch.zeros(3)]}
         self.generator = torch.Generator().manual_seed(1)

@@ -218,6 +218,24 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert content(run / "checkpoints") == checkpoints
 
 
+@pytest.mark.parametrize("drift", [0, -1e-9])
+def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
+    run, tmp_path, capsys, drift
+):
+    answers = ["--task=small_task:Answers", f"--task.drift={drift}", "--checkpoint=8"]
+
+    codes = [main(["predict", str(run), f"--out={tmp_path}/p.safetensors", *answers]),
+             main(["export", str(run), f"--to={tmp_path}/out", *answers])]
+
+    found, words = load_file(tmp_path / "p.safetensors"), capsys.readouterr().err
+    expected = torch.cat([of_the_run(run, 8)(x) for x in samples(30, 2)[0].split(16)])
+    torch.testing.assert_close(found["logits"], expected)
+    assert torch.equal(found["states.0"], found["logits"] + 1)
+    assert (codes, sorted(found)) == ([0, 0], ["index", "logits", "states.0"])
+    assert "no row for each sample: mean (()), cache (object)" in words
+    assert "not compared, since only tensors are: cache (object)" in words
+
+
 def test_lines_are_valid_json_with_nonfinite_numbers():
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
 
