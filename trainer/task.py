@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -79,6 +80,24 @@ class Outcome:
     metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
         default_factory=dict)
     table: Tensor | None = None
+
+
+_IS_FIRST_BATCH = ContextVar("is_first_batch", default=False)
+
+
+@contextlib.contextmanager
+def first_batch() -> Iterator[None]:
+    """Context of the first loss of a run: the losses of `trainer.tasks.losses` check their
+    arguments in it."""
+    token = _IS_FIRST_BATCH.set(True)
+    try:
+        yield
+    finally:
+        _IS_FIRST_BATCH.reset(token)
+
+
+def is_first_batch() -> bool:
+    return _IS_FIRST_BATCH.get()
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:

@@ -33,6 +33,7 @@ from trainer.task import (
     Outcome,
     check_outcome,
     check_signatures,
+    first_batch,
     task_figures,
     uncalled_methods,
 )
@@ -213,7 +214,8 @@ def _check_model(case: _Case) -> Iterator[str]:
 
 
 def _check_loss(case: _Case) -> Iterator[str]:
-    outcome = case.outcome(case.model(), case.whole)
+    with first_batch():
+        outcome = case.outcome(case.model(), case.whole)
     total, _ = check_outcome(outcome)
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."

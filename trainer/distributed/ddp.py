@@ -22,7 +22,7 @@ from trainer.distributed import torch_private
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
-from trainer.task import Outcome, check_outcome
+from trainer.task import Outcome, check_outcome, first_batch
 
 if TYPE_CHECKING:
     from trainer.data.sampler import MicroBatchSpec
@@ -165,6 +165,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._nonfinite = False, nonfinite
+        self._is_first_batch = True  # until a forward with samples
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
         dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
@@ -178,7 +179,12 @@ class Objective(nn.Module):
         """Compute the scalar loss of a micro-batch. Only the last one of a step carries this rank's
         requests: its backward reduces gradients and sums."""
         try:
-            outcome = self.loss(self.model, batch)
+            if self._is_first_batch and samples:
+                self._is_first_batch = False
+                with first_batch():
+                    outcome = self.loss(self.model, batch)
+            else:
+                outcome = self.loss(self.model, batch)
         except Exception as error:
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY_BATCH_NOTE)
