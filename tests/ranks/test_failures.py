@@ -88,7 +88,7 @@ def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(r
     assert re.search("error: out of memory, in phase forward, with micro-batches of 2.*\n"
                      "  1. a smaller micro-batch at .*: --batch.micro-size 1 --accept.*\n"
                      "  2. mixed precision: --precision.dtype bf16.*\n"
-                     "  3. activation checkpointing: torch.utils.checkpoint.checkpoint.*\n.*"
+                     "  3. activation checkpointing: --precision.recompute-every 1 .*\n.*"
                      r"error: rank 1, step 12 \(forward\), attempt 0: RuntimeError: .*\n$", said[1])
     [failure] = events(tmp_path / "run", "failure", echo=False)
     [lost] = events(tmp_path / "run", "lost-peer")

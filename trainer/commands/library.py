@@ -149,7 +149,7 @@ def _train_as_rank(config: Config[Any]) -> None:
 def _train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
-    training = Training(log, stop)
+    training = Training(log, stop, config)
     threads = None if config.world.threads == "auto" else config.world.threads
     try:
         log.status.enter(Phase.JOIN)
@@ -171,6 +171,7 @@ def _train_in_process(config: Config[Any]) -> None:
                ) from error.with_traceback(None)
     except Exception as error:
         training.failure.note(error)
+        training.failure.advise()
         raise
     finally:
         training.release()

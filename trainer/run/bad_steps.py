@@ -132,7 +132,8 @@ def describe_causes(
         parts.append("look for values that are far too large")
     elif causes:
         parts.append("try a lower --optim.lr or --clip.norm, --precision.dtype fp32, and a loss "
-                     "that is defined everywhere (log of 0, sqrt at 0, division by 0)")
+                     "that is defined everywhere (log of 0, sqrt at 0, division by 0); "
+                     "--numerics.anomaly on names the module and the operation")
     return "; ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,14 +15,15 @@ import pytest
 import torch
 from runs import validations
 from safetensors.torch import load_file
-from small_task import Net, Small, samples
+from small_task import Held, Net, Small, samples
 
-from trainer import Config
+from trainer import Config, Outcome
 from trainer.__main__ import main
 from trainer.commands.library import _process_settings_restored, train
 from trainer.commands.predict import _lines
 from trainer.config.fields import Duration
-from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
+from trainer.config.schema import BadStepConfig, Batch, Checkpoint, Eval, Optim, WorldConfig
+from trainer.errors import NonFinite
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
@@ -234,6 +236,27 @@ def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
     assert (codes, sorted(found)) == ([0, 0], ["index", "logits", "states.0"])
     assert "no row for each sample: mean (()), cache (object)" in words
     assert "not compared, since only tensors are: cache (object)" in words
+
+
+class Unstable(Held):
+    def loss(self, model: Net, batch: Any) -> Outcome:
+        return dataclasses.replace(outcome := super().loss(model, batch),
+                                   total=outcome.total * math.inf)
+
+
+def short_of_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("task", "error", "remedy"), [
+    (Held(1, short_of_memory), MemoryError, "--precision.recompute-every 1"),
+    (Unstable(), NonFinite, "--numerics.anomaly on")])
+def test_a_library_call_names_the_remedies_too(tmp_path, capsys, task, error, remedy):
+    with pytest.raises(error) as raised:
+        train(settings(tmp_path / "run", task, nonfinite=BadStepConfig(max_total=0)))
+
+    assert remedy in capsys.readouterr().err
+    assert error is MemoryError or remedy in str(raised.value)
 
 
 def test_lines_are_valid_json_with_nonfinite_numbers():
