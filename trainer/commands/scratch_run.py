@@ -55,7 +55,7 @@ def scratch_run(
                 log.status.enter(Phase.TRAIN)
                 yield run
             finally:
-                built.loader.close()
+                built.guard.release()
                 built.folder.metrics.close()
                 log.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -77,6 +77,7 @@ class MetricAccumulator:
 
     def __init__(self, *, on_host: bool) -> None:
         self.names: tuple[str, ...] | None = None  # of the task's metrics, once a forward has run
+        self.named_losses = 0  # the first of these metrics
         self.totals: list[Tensor | float] = []
         """Loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
@@ -103,6 +104,7 @@ class MetricAccumulator:
             raise ConfigError(f"the task returned the metrics {list(self.names or ())} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
         self.names = names
+        self.named_losses = len(outcome.total) if isinstance(outcome.total, Mapping) else 0
         numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
         row: list[Any] = [n.detach() if isinstance(n, Tensor) else float(n) for n in numbers]
         if self._on_host:
@@ -220,7 +222,14 @@ class Objective(nn.Module):
         reduced, self.stats_carrier.grad = self.stats_carrier.grad, None
         assert reduced is not None, "no synchronised backward has run"
         reduced = reduced[: self.accumulator.width]
-        return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
+        if not self._on_host:
+            return reduced * factor
+        return self._round_counts([n * factor for n in reduced.tolist()])
+
+    def _round_counts(self, sums: list[float]) -> list[float]:
+        """Round the counts, and the sums of metrics, which mostly are counts; not the losses."""
+        named = range(len(_FIXED), len(_FIXED) + 2 * self.accumulator.named_losses, 2)
+        return [n if i == 0 or i in named else _snap(n) for i, n in enumerate(sums)]
 
     def swap_sums(self, sums: Vector | None) -> Vector:
         """See `MetricAccumulator.swap`; only without `stats_carrier`."""
@@ -242,7 +251,7 @@ class Objective(nn.Module):
         else:
             with waiting_for(WaitsFor.PEERS):
                 *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
-            values = [_snap(v) for v in numbers]
+            values = self._round_counts(numbers)
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
@@ -281,7 +290,7 @@ def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def _snap(value: float) -> float:
-    """Round a sum of integers that is off by rounding: 3 times the mean over 3 ranks may be."""
+    """Round a count that is off by rounding: 3 times the mean over 3 ranks may be."""
     if not abs(value) < 2**24:  # true for NaN and infinities too
         return value
     nearest = round(value)

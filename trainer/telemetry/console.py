@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +28,8 @@ class Console(Sink):
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
-            log.write_lines_by(tqdm.write)
+            # The bar is on stderr, as the log: tqdm.write would use stdout.
+            log.write_lines_by(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]

@@ -50,6 +50,17 @@ def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
         shown)
 
 
+def test_lines_beside_the_bar_go_to_stderr(capsys):
+    console = Console(log := Log(), total=9, every=1, start=0, bar=True)
+
+    log.warning("look")
+    console.close()
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "warning: look\n" in output.err
+
+
 @pytest.mark.parametrize(("variables", "expected"), [
     ({}, "\x1b[33mwarning: \x1b[0mlook\n"), ({"NO_COLOR": "1"}, "warning: look\n"),
     ({"TERM": "dumb"}, "warning: look\n")])
