@@ -55,8 +55,8 @@ def scratch_run(
                 log.status.enter(Phase.TRAIN)
                 yield run
             finally:
+                built.guard.abandon()
                 built.guard.release()
-                built.folder.metrics.close()
                 log.close()
 
 
