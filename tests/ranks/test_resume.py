@@ -30,8 +30,11 @@ from runs import (
 from trainer.checkpoint.progress import LossMeter
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.commands.report.figures import summary as figures
+from trainer.commands.report.history import read_history
 from trainer.distributed.comm_timer import DeviceInterval
 from trainer.optim import ema
+from trainer.run.run_dir import closing_lines
 
 NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
 EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
@@ -304,7 +307,11 @@ def test_patience_is_kept_over_restarts(ranks, undisturbed, tmp_path):
     assert len(values) == 1 + 3
     assert len(steps(straight)) == 2 * 4
     assert not list(differences(straight, stopped))
+    early = ", 52 steps before the planned end: stopped early by --eval.patience"
     assert summary(stopped)["stopped_early"]
+    assert closing_lines(summary(stopped), "")[0] == f"finished at step 8{early}"
+    assert inspect(stopped)["early_end"] == early
+    assert figures(read_history(stopped))["state"] == f"finished{early}"
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -122,6 +122,7 @@ def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
         "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{layout.MODEL}",
         "attempts": run.folder.identity.attempt + 1,
         "stopped_early": last < run.setup.intervals.total,
+        "planned_steps": run.setup.intervals.total,
         "save_waits": run.guard.checkpoint.waits,
         "memory": memory_figures(state.model, state.optimizer, run.step.facts.activations_mb)}
 

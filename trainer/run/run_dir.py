@@ -100,7 +100,7 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last console lines of a finished run: metrics, and paths of its results."""
     best, test = summary["best"], summary["test"] or {}
-    lines = [f"finished at step {summary['step']}"
+    lines = [f"finished at step {summary['step']}{early_end(summary)}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
              + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
     if best["value"] is not None:
@@ -109,6 +109,15 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     return [*lines, f"best weights: {path}/{layout.PRODUCT}",
             f"final weights: {path}/{summary['final_weights']}",
             f"curves: tensorboard --logdir {path}"]
+
+
+def early_end(summary: Mapping[str, Any]) -> str:
+    """What follows "finished" for a run that early stopping has ended."""
+    if not summary.get("stopped_early"):
+        return ""
+    left = f", {n} steps before the planned end" if (
+        n := summary.get("planned_steps", 0) - summary["step"]) > 0 else ""
+    return f"{left}: stopped early by --eval.patience"
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:

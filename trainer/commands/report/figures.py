@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.commands.report.history import History
 from trainer.resilience.attempts import Event
+from trainer.run.run_dir import early_end
 
 ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
 """Events of every healthy run, and `lost-peer`, which follows the failure of another rank."""
@@ -65,11 +66,10 @@ def summary(run: History) -> dict[str, str]:
 
 def _state(run: History) -> str:
     if run.summary is not None and run.steps and run.summary.get("step") == run.steps[-1]["step"]:
-        return "finished"
+        return f"finished{early_end(run.summary)}"
     if not run.attempt_times:
         return "not started"
-    last = run.attempt_times[-1].attempt
-    return last.end if last.end != "died" or last.cause else "running, or died"
+    return run.attempt_times[-1].attempt.end
 
 
 def _goodput(run: History) -> str:

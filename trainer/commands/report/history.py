@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.resilience.attempts import Attempt, Event, read_attempts
 from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
+from trainer.storage.locks import living_owner
 from trainer.telemetry.events import read_events
 
 Timing = Sequence[Mapping[str, Any]]
@@ -70,11 +71,12 @@ class History:
     config: dict[str, Any]  # dotted name → value
     environment: dict[str, Any]
     summary: dict[str, Any] | None
+    owner: str | None = None  # nonce of the attempt that is running
     attempt_times: list[AttemptTimes] = field(init=False)
     goodput: dict[str, float] = field(init=False)  # seconds for each of `PARTS`
 
     def __post_init__(self) -> None:
-        self.attempt_times = attempt_times(self.events, self.timing)
+        self.attempt_times = attempt_times(self.events, self.timing, self.owner)
         self.goodput = goodput(self.attempt_times, self.events, self.timing)
 
     @property
@@ -114,12 +116,14 @@ def read_history(path: Path, *others: Path) -> History:
         timing=[line for line in read_records(path / layout.TIMING) if "step_s" in line],
         config=_config(path / layout.CONFIG),
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
-        summary=files.read_json(path / layout.SUMMARY))
+        summary=files.read_json(path / layout.SUMMARY), owner=living_owner(path / layout.LOCK))
 
 
-def attempt_times(events: Sequence[Event], timing: Timing) -> list[AttemptTimes]:
+def attempt_times(
+    events: Sequence[Event], timing: Timing, owner: str | None = None
+) -> list[AttemptTimes]:
     """Return the times of each attempt. Attempts do not overlap."""
-    attempts = read_attempts(events)
+    attempts = read_attempts(events, owner)
     of_attempt: dict[int, list[Event]] = {attempt.number: [] for attempt in attempts}
     for event in events:
         of_attempt.get(event["attempt"], []).append(event)
