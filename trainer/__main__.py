@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:  # not for ranks of `python -m launch`, which may outlive it
-            check_current_folder()
+            check_current_folder("trainer")
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module
 
@@ -99,10 +99,15 @@ def preload(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """`python -m trainer`, and the command `trainer`: the whole process."""
     code = main()
     say("", sys.stdout)
     say("", sys.stderr)
     if code:  # all is on disk; the interpreter's shutdown takes seconds, and a thread of the task
         os._exit(code)  # may block it for ever
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    command()
