@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     return run(argv)
 
 
-def command() -> NoReturn:
+def launch_command() -> NoReturn:
     """The whole process: arguments, exit code."""
     code = main(sys.argv[1:])
     sys.stdout.flush()
@@ -32,4 +32,4 @@ def command() -> NoReturn:
 
 
 if __name__ == "__main__":
-    command()
+    launch_command()

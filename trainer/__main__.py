@@ -99,7 +99,7 @@ def preload(argv: Sequence[str]) -> int:
     return 0
 
 
-def command() -> NoReturn:
+def trainer_command() -> NoReturn:
     """`python -m trainer`, and the command `trainer`: the whole process."""
     code = main()
     say("", sys.stdout)
@@ -110,4 +110,4 @@ def command() -> NoReturn:
 
 
 if __name__ == "__main__":
-    command()
+    trainer_command()
