@@ -77,8 +77,9 @@ def compare_settings(
     if now.get(DATA) != then.get(DATA):
         changes.append(_accepted(
             config, DATA, "the data's fingerprint", then.get(DATA), now.get(DATA), "If you changed "
-            "nothing, the data depend on something that no seed determines: the order of a set or "
-            "a folder (sort it), hash() of a string (set PYTHONHASHSEED), the clock. "))
+            "nothing, the data depend on something that no seed determines: random numbers drawn "
+            "before the run (call torch.manual_seed(0) before them), the order of a set or a "
+            "folder (sort it), hash() of a string (set PYTHONHASHSEED), the clock. "))
     reasons = [*before, *changes]
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
     for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
