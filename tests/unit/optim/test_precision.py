@@ -65,5 +65,5 @@ def test_gradients_of_float64_have_full_precision():
 
 def test_determinism_can_be_turned_off_again():
     for wanted in (True, False):
-        precision.set_determinism(wanted, torch.device("cpu"))
+        precision.set_determinism(wanted)
         assert torch.are_deterministic_algorithms_enabled() == wanted
