@@ -138,9 +138,15 @@ def _open_tensorboard(
     log = context.config.log
     return TensorBoard(
         context.path / layout.TENSORBOARD, first=first, norms=norms,
-        every=setup.steps(log.tensorboard_every) or setup.intervals.total,
+        every=_scalar_interval(context, setup),
         class_names=getattr(setup.task, "class_names", ()),
         histograms_every=setup.steps(log.histograms), tensors=partial(_tensors, setup.model))
+
+
+def _scalar_interval(context: Context, setup: Setup) -> int:
+    """Steps between the scalars of TensorBoard."""
+    every, total = context.config.log.tensorboard_every, setup.intervals.total
+    return min(50, total // 1000) or 1 if every == "auto" else setup.steps(every) or total
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -197,7 +203,7 @@ def _other_sinks(
     if config.log.wandb != "off":
         make_wandb = partial(
             WandB, context.path, folder.identity.run_id, mode=config.log.wandb,
-            every=setup.steps(config.log.tensorboard_every) or total,
+            every=_scalar_interval(context, setup),
             settings=compatibility.settings(config),
             class_names=getattr(setup.task, "class_names", ()))
         yield GuardedSink(f"--log.wandb {config.log.wandb}", make_wandb, log)

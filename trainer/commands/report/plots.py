@@ -23,7 +23,7 @@ from trainer.commands.report.figures import (
     peak_memory_mb,
 )
 from trainer.commands.report.history import PARTS, History
-from trainer.telemetry.metrics import RESERVED
+from trainer.telemetry.metrics import primary_metric
 from trainer.telemetry.step_timing import own_step_s
 
 POINTS = 500
@@ -123,13 +123,12 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
 
 
 def _primary_metric(runs: Sequence[History]) -> str | None:
-    """Choose the metric to plot next to the loss: accuracy, or the first one in the records."""
+    """The metric to plot next to the loss."""
     names = [name for run in runs for line in run.steps[-1:] for name, value in line.items()
-             if name not in RESERVED and isinstance(value, int | float)]
+             if isinstance(value, int | float)]
     names += [name.removeprefix("val_") for run in runs for line in run.validations[-1:]
-              for name in line if name.startswith("val_")
-              and name not in ("val_loss", "val_samples", "val_table")]
-    return "accuracy" if "accuracy" in names else next(iter(names), None)
+              for name in line if name.startswith("val_") and name != "val_table"]
+    return primary_metric(names)
 
 
 def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
