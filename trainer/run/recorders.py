@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from trainer.data.stream_reader import StreamSpec
 from trainer.data.workers import DataReader
 from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
+from trainer.resilience.attempts import running_s
 from trainer.run import startup_summary
 from trainer.run.context import Context, RunFolder
 from trainer.run.evaluate import eval_mode
@@ -34,7 +36,7 @@ from trainer.run.run import Run
 from trainer.run.saved_run import record_first_call
 from trainer.storage import layout
 from trainer.storage.files import display_path
-from trainer.storage.jsonl import last_records, sample_records
+from trainer.storage.jsonl import last_records, read_records, sample_records
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
@@ -199,7 +201,7 @@ def _other_sinks(
         return
     yield Console(log, total=total, every=setup.intervals.log or total, start=position,
                   bar=sys.stderr.isatty() and config.log.level in ("debug", "info"),
-                  restarts=log.attempt)
+                  restarts=log.attempt, earlier_s=_earlier_s(context.path) if position else 0.0)
     if config.log.wandb != "off":
         make_wandb = partial(
             WandB, context.path, folder.identity.run_id, mode=config.log.wandb,
@@ -211,6 +213,13 @@ def _other_sinks(
         yield GuardedSink("hints", partial(_open_hints, context, setup, folder, position), log)
     for name, make in setup.sinks.items():
         yield GuardedSink(f"--log.sinks {name}", partial(make, context.path), log)
+
+
+def _earlier_s(path: Path) -> float:
+    """Seconds that the run in a folder has been running."""
+    return running_s(record for file in (layout.EVENTS, layout.TIMING)
+                     for record in read_records(path / file)
+                     if {"time", "attempt"} <= record.keys())
 
 
 def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:
