@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from trainer.resilience.attempts import running_s
 from trainer.run import startup_summary
 from trainer.run.context import Context, RunFolder
 from trainer.run.evaluate import eval_mode
-from trainer.run.prepare import REMEDY, Setup
+from trainer.run.prepare import REMEDY, Setup, is_due
 from trainer.run.run import Run
 from trainer.run.saved_run import record_first_call
 from trainer.storage import layout
@@ -129,18 +130,11 @@ def _open_tensorboard(
     context: Context, setup: Setup, history: Sequence[dict[str, Any]], first: int
 ) -> TensorBoard:
     """Open TensorBoard, in which `first` is the next step to be shown."""
-    norms: list[float] = []  # of the steps before, since the last validation
-    for line in history:
-        if line["step"] >= first:
-            break
-        if "val_loss" in line:
-            norms.clear()
-        elif line["grad_norm"] is not None:
-            norms.append(line["grad_norm"])
-    log = context.config.log
+    log, intervals = context.config.log, setup.intervals
     return TensorBoard(
-        context.path / layout.TENSORBOARD, first=first, norms=norms,
-        every=_scalar_interval(context, setup),
+        context.path / layout.TENSORBOARD, every=_scalar_interval(context, setup), first=first,
+        is_validated=partial(is_due, interval=intervals.evaluate, last=intervals.total),
+        history=itertools.takewhile(lambda line: line["step"] < first, history),
         class_names=getattr(setup.task, "class_names", ()),
         histograms_every=setup.steps(log.histograms), tensors=partial(_tensors, setup.model))
 

@@ -66,7 +66,8 @@ class EventFile:
         self.write(summary=self._summary.text(tag, text), step=0)
 
     def hparams(self, values: Mapping[str, Any]) -> None:
-        for summary in self._summary.hparams(dict(values), {}):
+        # Without the first part, the page also finds the last values of all scalars.
+        for summary in self._summary.hparams(dict(values), {})[1:]:
             self.write(summary=summary)
 
     def write(self, **fields: Any) -> None:
@@ -84,26 +85,34 @@ class EventFile:
 class TensorBoard(Sink):
     """Event files for TensorBoard. Training and validation are two of its runs, with the same tags,
     so that each of its charts shows both. Its first page shows the tags in alphabetical order:
-    `curves/` comes first.
+    `curves/` comes first. The last validation is shown at each step that is shown of the training:
+    TensorBoard leaves out the lowest and highest 5 % of the points of a chart, and smooths the
+    rest, which would hide or move the few points of validations.
 
     Args:
         every: steps between scalars.
         first: the first step that is shown from now on, 0 at the beginning of a run.
+        is_validated: whether a validation follows a step.
+        history: lines of metrics.jsonl that an earlier attempt has shown.
         class_names: names for the confusion matrix.
-        norms: gradient norms since the last validation, which an earlier attempt has shown.
         tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
     """
 
-    def __init__(self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
-                 norms: Iterable[float] = (), histograms_every: int = 0,
+    def __init__(self, folder: Path, *, every: int, first: int,
+                 is_validated: Callable[[int], bool] = lambda step: False,
+                 history: Iterable[dict[str, Any]] = (), class_names: Sequence[str] = (),
+                 histograms_every: int = 0,
                  tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
-        self._every, self._first = every, first
-        self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
+        self._folder, self._every, self._first = folder, every, first
+        self._is_validated, self._names = is_validated, class_names
         self._histograms_every, self._tensors = histograms_every, tensors
+        self._norms = deque[float](maxlen=NORMS)  # since the last validation
+        self._last_validation: dict[str, float] = {}
+        for line in history:
+            self._remember(line)
         self._is_new = not folder.exists()
         self._training = EventFile(folder / "train", first)
         self._validation: EventFile | None = None
-        self._folder = folder / "validation"
 
     def introduce(self, summary: Sequence[str], restarts: int) -> None:
         """Show the startup summary and the number of restarts."""
@@ -117,25 +126,37 @@ class TensorBoard(Sink):
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
-        if line["grad_norm"] is not None:
-            self._norms.append(line["grad_norm"])
+        self._remember(line)
         if self._histograms_every and timing and step % self._histograms_every == 0:
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
         if step == 1 or not step % self._every:
             self._training.scalars(_curves(train_scalars(line, timing)), step)
+            if not self._is_validated(step):
+                self._show_validation(step)
 
     def validation(self, line: dict[str, Any]) -> None:
         step, table = line["step"], line.get("val_table")
-        if self._validation is None:
-            self._validation = EventFile(self._folder, self._first)
-        tags = validation_scalars(line)
-        tags.pop("validation/train_loss", None)  # the training's curve shows it
-        self._validation.scalars(_curves(tags), step)
         self._training.histogram("optimizer/grad_norms", np.asarray(self._norms), step)
-        self._norms.clear()
+        self._remember(line)
+        self._show_validation(step)
         if table is not None and drawing.is_matrix(table):
             self._training.image("images/confusion", drawing.matrix(table, self._names), step)
+
+    def _remember(self, line: dict[str, Any]) -> None:
+        if "val_loss" in line:
+            tags = validation_scalars(line)
+            tags.pop("validation/train_loss", None)  # the training's curve shows it
+            self._last_validation = _curves(tags)
+            self._norms.clear()
+        elif line["grad_norm"] is not None:
+            self._norms.append(line["grad_norm"])
+
+    def _show_validation(self, step: int) -> None:
+        if self._last_validation:
+            self._validation = self._validation or EventFile(self._folder / "validation",
+                                                             self._first)
+            self._validation.scalars(self._last_validation, step)
 
     def picture(self, image: Any, step: int) -> None:
         self._training.image("images/validation", image, step)
@@ -147,8 +168,9 @@ class TensorBoard(Sink):
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         plain = {k: v if isinstance(v, bool | int | float) else writable(str(v))
                  for k, v in settings.items() if v is not None}
-        # As metrics of the page they would need scalars: charts of one dot each.
-        self._training.hparams(figures | plain)
+        # As metrics of the page the figures would need scalars: charts of one dot each. Names with
+        # a capital letter come first.
+        self._training.hparams({**{k.capitalize(): v for k, v in figures.items()}, **plain})
 
     def close(self) -> None:
         self._training.close()
