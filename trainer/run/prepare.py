@@ -127,6 +127,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
+        "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
         "fingerprint": fingerprint,
     }
