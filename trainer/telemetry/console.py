@@ -31,9 +31,12 @@ class Console(Sink):
         if bar:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, initial=start, dynamic_ncols=True, bar_format=BAR)
+            self._bar = tqdm(total=total, initial=start, dynamic_ncols=True, bar_format=BAR,
+                             delay=1e-6)  # not drawn before the next lines
             self._bar.start_t -= earlier_s
-            log.write_lines_by(tqdm.write)
+            self._bar.refresh()
+            # The bar is on stderr, as the log: tqdm.write would use stdout.
+            log.write_lines_by(lambda text: tqdm.write(text, file=sys.stderr))
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]

@@ -117,7 +117,7 @@ class TensorBoard(Sink):
     def introduce(self, summary: Sequence[str], restarts: int) -> None:
         """Show the startup summary and the number of restarts."""
         if self._is_new:  # TensorBoard does not drop texts of earlier attempts
-            self._training.text("run", "    " + "\n    ".join(summary))
+            self._training.text("run", writable("    " + "\n    ".join(summary)))
         if restarts:
             self._training.scalars({"run/restarts": restarts}, self._first)
 

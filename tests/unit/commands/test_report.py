@@ -47,9 +47,9 @@ def test_runs_are_sorted_by_their_best_validation_or_a_setting(runs, capsys, by,
 
     head, *rows = [text.split() for text in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == expected.split()
-    assert sorted(head) == sorted("run val_accuracy val_loss wall time optim.lr".split())
+    assert sorted(head) == sorted(["run", "val_accuracy", "val_loss", "wall", "time", "optim.lr"])
     high = rows[expected.split().index("high")]
-    assert sorted(high) == sorted("high 0.9000 0.1000 0 s 0.2".split())
+    assert sorted(high) == sorted(["high", "0.9000", "0.1000", "0", "s", "0.2"])
     assert not Path(runs[0], "report.html").exists()
 
 
