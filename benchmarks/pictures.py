@@ -27,7 +27,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
           "term:step=330")  # fmt: skip
 MAX_BYTES = 200_000
-TOP = 1310  # pixels of the report, down to its time line
+TOP = 1370  # pixels of the report, down to its time line
 TABLE = 560  # pixels of the report of several runs, down to its first plots
 ROOT, RUN = Path(__file__).resolve().parents[1], "sample-with-faults"
 SEVERAL = {
@@ -57,11 +57,13 @@ def draw(url: str, width: int, height: int, *options: str) -> str:
                               check=True).stdout
 
 
-def screenshot(url: str, target: Path, *, height: int, wait_ms: int = 0) -> None:
-    """Save a picture of a page, 1200 pixels wide, in as many colours as `MAX_BYTES` allow."""
+def screenshot(
+    url: str, target: Path, *, width: int = 1200, height: int, wait_ms: int = 0
+) -> None:
+    """Save a picture of a page in as many colours as `MAX_BYTES` allow."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "page.png")
-        draw(url, 1200, height, f"--screenshot={raw}", "--blink-settings=preferredColorScheme=1",
+        draw(url, width, height, f"--screenshot={raw}", "--blink-settings=preferredColorScheme=1",
               *([f"--virtual-time-budget={wait_ms}"] if wait_ms else []))
         image = Image.open(raw).convert("RGB")
     for colors in (256, 128, 64, 32):
@@ -136,7 +138,8 @@ def main() -> int:
         page = (work / RUN / "report.html").resolve().as_uri()
         screenshot(page, options.out / "report.png", height=TOP)
         with tensorboard(work) as url:
-            screenshot(url, options.out / "tensorboard.png", height=900, wait_ms=20_000)
+            screenshot(url, options.out / "tensorboard.png", width=1440, height=1050,
+                       wait_ms=60_000)
         if not (work / "runs").exists():
             train_several(work)
         runs = [f"runs/{name}" for name in SEVERAL]
