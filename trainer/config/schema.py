@@ -317,8 +317,8 @@ class Logging(Section, prefix="log."):
     sinks: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Your own sinks for steps and validations, as module:Class (called with the run folder)."""
     tensorboard_every: Duration | Literal["auto"] = setting("auto", "ignored")
-    """Interval of TensorBoard scalars of training steps; auto: about 1000 points, which is what
-    TensorBoard draws, and at least one every 50 steps."""
+    """Interval of TensorBoard scalars of training steps; auto: every step of a run of less than
+    1000 steps, and at most 50 in a longer one."""
     histograms: Duration = setting(Duration(0), "ignored")
     """Interval of TensorBoard histograms of each parameter and gradient (as applied), or off."""
     graph: OnOff = setting("off", "ignored")

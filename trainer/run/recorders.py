@@ -142,7 +142,7 @@ def _open_tensorboard(
 def _scalar_interval(context: Context, setup: Setup) -> int:
     """Steps between the scalars of TensorBoard."""
     every, total = context.config.log.tensorboard_every, setup.intervals.total
-    return min(50, total // 1000) or 1 if every == "auto" else setup.steps(every) or total
+    return min(50, total // 500) or 1 if every == "auto" else setup.steps(every) or total
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -57,7 +57,7 @@ def matrix(table: Sequence[Sequence[float]], names: Sequence[str]) -> np.ndarray
     number = len(counts)
     few = number <= FEW
     side = CELL if few else max(4, 700 // number)
-    font = ImageFont.load_default(size=22)
+    font: Any = ImageFont.load_default(size=22)
     labels = [_name(names, c) for c in range(number)] if few else []
     widths = [round(font.getlength(label)) + 12 for label in labels]
     edge = min(220, max(120, *widths)) if widths else 0

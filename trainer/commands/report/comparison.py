@@ -56,7 +56,7 @@ def sort_runs(runs: Sequence[History], by: str | None) -> list[History]:
         direction = best if name == chosen else "max" if rises else "min"
 
     def key(number: int) -> tuple[bool, float, str]:
-        value = known[number].get(name)
+        value: Any = known[number].get(name)
         sign = -1 if direction == "max" else 1
         is_number = isinstance(value, int | float)
         return value is None, sign * value if is_number else 0.0, "" if is_number else str(value)
