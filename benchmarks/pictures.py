@@ -138,8 +138,9 @@ def main() -> int:
         page = (work / RUN / "report.html").resolve().as_uri()
         screenshot(page, options.out / "report.png", height=TOP)
         with tensorboard(work) as url:
-            screenshot(url, options.out / "tensorboard.png", width=1440, height=1050,
-                       wait_ms=60_000)
+            # Charts that a worker draws are not in a picture.
+            screenshot(f"{url}/?forceSVG=true", options.out / "tensorboard.png", width=1440,
+                       height=1050, wait_ms=20_000)
         if not (work / "runs").exists():
             train_several(work)
         runs = [f"runs/{name}" for name in SEVERAL]
