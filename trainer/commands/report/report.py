@@ -63,6 +63,7 @@ dt { flex: 0 0 40%; color: var(--soft) }
 dd { margin: 0 }
 svg { display: block; width: 100%; height: auto }
 .wide svg { min-width: 760px }
+.runs td, .runs th { white-space: nowrap }
 .dot { font-size: 1.2em; line-height: 1 }
 svg text { font-family: inherit !important }
 table { border-collapse: collapse; width: 100%; font-size: .9rem }
@@ -139,7 +140,7 @@ def _ranking(runs: Sequence[History], sort: str | None) -> str:
     for number, cells in enumerate(rows):
         dot = f'<span class=dot style="color:{SERIES[number % len(SERIES)]}">●</span> '
         body += _row(cells).replace("<td>", f"<td>{dot}", 1)
-    return _card("Runs", f"<table>{body}</table>")
+    return _card("Runs", f"<table class=runs>{body}</table>")
 
 
 def _classes(run: History, suffix: str) -> str:
