@@ -80,6 +80,21 @@ class History:
         self.goodput = goodput(self.attempt_times, self.events, self.timing)
 
     @property
+    def deaths(self) -> list[AttemptTimes]:
+        """The attempts whose processes have all died without an event, as in a power cut."""
+        return [times for times in self.attempt_times
+                if times.attempt.end == "died" and times.attempt.cause is None]
+
+    @property
+    def last_timing(self) -> list[dict[str, Any]]:
+        """The lines of timing.jsonl whose steps have not been repeated."""
+        kept: list[dict[str, Any]] = []
+        for line in reversed(self.timing):
+            if not kept or line["step"] < kept[-1]["step"]:
+                kept.append(line)
+        return kept[::-1]
+
+    @property
     def begun(self) -> float:
         """Time at which the first process of the first attempt started."""
         return self.attempt_times[0].begun if self.attempt_times else 0.0
