@@ -45,9 +45,10 @@ def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, sav
 
 def history(events: list[Event], timing: Sequence[dict[str, Any]] = (), *,
             running: bool = False) -> History:
+    owner = max(event["nonce"] for event in events) if running else None
     return History(name="run", path=Path("run"), events=sorted(events, key=lambda e: e["time"]),
                    steps=[], validations=[], timing=list(timing), config={}, environment={},
-                   summary=None, owner=events[-1]["nonce"] if running else None)
+                   summary=None, owner=owner)
 
 
 def parts(events: list[Event], timing: list[dict[str, Any]]) -> dict[str, float]:
