@@ -169,7 +169,8 @@ def _enter_folder(
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
     folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
     # If configuration or task have changed, a failure at the same step is no repetition.
-    version = xxhash.xxh3_64(command_line.to_toml(config).encode() + task.source_code(config.task))
+    settings = command_line.to_toml(config).encode(errors="surrogateescape")
+    version = xxhash.xxh3_64(settings + task.source_code(config.task))
     run_dir.begin(path, events, world, log, position=resumption.position,
                   version=version.hexdigest(), max_same_step=config.restart.max_same_step)
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)

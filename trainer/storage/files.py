@@ -84,6 +84,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def read_text(path: Path) -> str:
+    """Read a text, without a byte order mark; bytes that are not UTF-8 become surrogates."""
+    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+
+
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object to a file, atomically and durably."""
     replace_text(path, json.dumps(value, indent=2) + "\n")

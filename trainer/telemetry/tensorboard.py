@@ -71,7 +71,7 @@ class TensorBoard(Sink):
         if self._is_new:  # TensorBoard does not drop texts of earlier attempts
             charts = {name: ["Multiline", tags] for name, tags in CHARTS.items()}
             self._event(summary=self._summary.custom_scalars({"the run": charts}))
-            text = "    " + "\n    ".join(summary)
+            text = writable("    " + "\n    ".join(summary))
             self._event(summary=self._summary.text("run", text), step=0)
         if restarts:
             self._scalars({"run/restarts": restarts}, self._first)
