@@ -18,6 +18,7 @@ from runs import (
     codes,
     events,
     flip_a_bit,
+    impatient,
     run,
     state,
     steps,
@@ -331,7 +332,7 @@ def test_a_step_that_outlasts_the_grace_is_left_and_its_boundary_saved(
 ])  # fmt: skip
 def test_a_save_at_an_early_end(ranks, tmp_path, faults, ends, step):
     ended = codes(ranks, 2, *SHORT, *(f"--inject={fault}" for fault in faults),
-                  "--world.timeout-s=5", f"--run-dir={tmp_path / 'run'}")
+                  "--world.timeout-s=5", f"--run-dir={tmp_path / 'run'}", function=impatient)
 
     assert ended == ends
     assert inspect(tmp_path / "run")["step"] == step

@@ -153,7 +153,7 @@ class Watchdog:
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
         if idle_s > limit_s / 4:
             whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
-        allowed = patience(phase, main.point, limit_s, self._start_s)
+        allowed = patience(phase, main.point, limit_s, self._start_s, learnt=self._pace.is_learnt)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
             idle_s=round(idle_s, 1), flag=allowed.flag,
@@ -170,7 +170,8 @@ class Watchdog:
             mark = Place(Phase.SAVE_BEGIN, *self._saving)
         idle_s = now - max(mark.at_s, self._resumed_s)
         quiet_s = self._writer_quiet.measure(idle_s, limit_s)
-        if not patience(Phase.SAVE, None, limit_s).is_exceeded(idle_s, quiet_s):
+        allowed = patience(Phase.SAVE, None, limit_s, learnt=self._pace.is_learnt)
+        if not allowed.is_exceeded(idle_s, quiet_s):
             return None
         return RankReport(phase=str(mark.point), step=step, idle_s=round(idle_s, 1), waits=False,
                           over=True)

@@ -75,6 +75,9 @@ def test_the_quiet_time_follows_the_limit_but_users_code_has_minutes_at_the_star
     for phase, point in (("build", "build"), ("warm-up", "start"), ("warm-up", "reading")):
         allowed = patience(Phase(phase), Phase(point), 2.0)
         assert (allowed.quiet_s >= 120, allowed.idle_s) == (True, math.inf)
+    for phase, point, quiet_s in (("save", "save", 1800), ("finish", "save", 1800),
+                                  ("finish", "evaluate", 60), ("evaluate", "save", 60)):
+        assert patience(Phase(phase), Phase(point), 30.0, learnt=True).quiet_s == quiet_s
     assert patience(Phase("build"), Phase("build"), 30.0).flag == "--watchdog.start-s 300"
     assert patience(Phase("build"), Phase("build"), 30.0, 20.0).quiet_s == 20.0
     assert patience(Phase("build"), Phase("start"), 30.0, 20.0).flag == "--watchdog.limit-s 30"
