@@ -338,6 +338,24 @@ def test_a_save_at_an_early_end(ranks, tmp_path, faults, ends, step):
     assert inspect(tmp_path / "run")["step"] == step
 
 
+@pytest.mark.parametrize("size", [0, 100, None])
+def test_a_lost_or_cut_product_is_made_again_by_the_same_command(
+    ranks, undisturbed, tmp_path, size
+):
+    folder = Path(shutil.copytree(undisturbed(2, *SHORT), tmp_path / "run"))
+    product, results = folder / "model.safetensors", (folder / "summary.json").read_text()
+    whole = product.read_bytes()
+    product.write_bytes(whole[:size or 0])
+    if size is None:
+        product.unlink()
+
+    run(ranks, 2, folder, *SHORT)
+
+    assert product.read_bytes() == whole
+    again, before = summary(folder), json.loads(results)
+    assert [again[key] for key in ("best", "test")] == [before[key] for key in ("best", "test")]
+
+
 def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):
     folder = run(ranks, 1, tmp_path / "run", *VALIDATED, "--steps=4", "--eval.every=2",
                  "--optim.name=sgd", "--optim.lr=1e30", "--clip.norm=0", "--schedule.warmup=off")

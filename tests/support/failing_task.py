@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import resource
 import signal
@@ -25,6 +26,12 @@ FORWARDS = [0]
 def wait(what: str) -> None:
     """Sleep for the seconds in an environment variable."""
     time.sleep(float(os.environ.get(f"SLOW_{what}_S", "0")))
+
+
+def outlast_rank(parent: int) -> None:
+    """End after the rank that has started this process."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
 
 
 class Fragile(Indexed):
@@ -50,7 +57,8 @@ class Failing(Tape):
     of step 12, on rank 0; 92 on rank 1 of 2. It fails only in training.
 
     Without an effect on the results, seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S and
-    SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread).
+    SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread). With SLOW_PROCESS_S
+    there is an extra process, which doesn't end before the rank.
 
     Args:
         at: sample in whose loss it fails.
@@ -85,6 +93,9 @@ class Failing(Tape):
     def dataset(self, split: str) -> Dataset | None:
         if split == "train":
             threading.Thread(target=wait, args=("THREAD",), name="upload").start()
+            if "SLOW_PROCESS_S" in os.environ:
+                multiprocessing.get_context("fork").Process(
+                    target=outlast_rank, args=(os.getpid(),), name="packing").start()
         count = self.samples if split == "train" else self.validation
         return Fragile(self, count, split) if count else None
 

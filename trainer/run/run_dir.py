@@ -22,7 +22,7 @@ from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
 from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
-from trainer.storage import layout
+from trainer.storage import layout, tensorfile
 from trainer.storage.files import (
     display_path,
     make_folder,
@@ -91,8 +91,9 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
-    """Collective. Raise AlreadyFinished if there is a summary of `step`."""
-    found = world.gather_json(read_json(path / layout.SUMMARY) if world.local_rank == 0 else None)
+    """Collective. Raise AlreadyFinished if there are the product and a summary of `step`."""
+    is_there = world.local_rank == 0 and tensorfile.is_whole(path / layout.PRODUCT)
+    found = world.gather_json(read_json(path / layout.SUMMARY) if is_there else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
         lines = [f"{display_path(path)}: the run is complete; nothing to do",
