@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tape_task import Indexed, Tape
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
@@ -26,6 +27,13 @@ FORWARDS = [0]
 def wait(what: str) -> None:
     """Sleep for the seconds in an environment variable."""
     time.sleep(float(os.environ.get(f"SLOW_{what}_S", "0")))
+
+
+def gather(own: torch.Tensor) -> list[torch.Tensor]:
+    """A collective of the user's."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return every
 
 
 def outlast_rank(parent: int) -> None:
@@ -106,6 +114,8 @@ class Failing(Tape):
             self._delay()
         else:
             time.sleep(self.validation_s)
+            if self.how == "gather":
+                gather(batch["index"])
         outcome = super().loss(model, batch)
         if model.training and self.at in batch["index"].tolist():
             self._fail()

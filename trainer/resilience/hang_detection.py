@@ -125,6 +125,7 @@ class RankReport:
     saving: str = ""  # position of its checkpoint writer; empty if the writer is idle
     dumped: bool = False  # it has written its stacks
     flag: str = ""  # the flag that sets that limit, with its value
+    collective: str = ""  # in which it waits, if user code has called it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,5 +170,18 @@ def find_hang(
     if not own.over or not all(peer.report and peer.report.over for peer in peers.values()):
         return None
     stuck = tuple(r for r, peer in peers.items() if peer.report and not peer.report.waits)
-    return HangReport(culprits=stuck, why="makes no progress" if stuck else
-                      "all ranks wait for each other")
+    if stuck:
+        return HangReport(culprits=stuck, why="makes no progress")
+    reports = {rank: own, **{r: peer.report for r, peer in peers.items() if peer.report}}
+    return HangReport(culprits=(), why="all ranks wait for each other" + next(
+        (f": rank {r} in {_explain_collective(report)}" for r, report in sorted(reports.items())
+         if report.collective), ""))
+
+
+def _explain_collective(report: RankReport) -> str:
+    """Name the collective of user code in which a rank waits, and the remedy."""
+    if report.phase not in (Phase.EVALUATE, Phase.FINISH):
+        return f"{report.collective}, which other ranks have not called: call it on every rank"
+    return (f"{report.collective}, which other ranks call less often: their numbers of validation "
+            "batches differ. Let loss() return sums and counts (metrics, table), which are added "
+            "up over all ranks, without a collective of its own")

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from trainer.distributed.waits import WaitsFor, waits_for
+from trainer.distributed.waits import WaitsFor, collective_of_user, waits_for
 from trainer.distributed.world import World
 from trainer.resilience import hang_detection, processes
 from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
@@ -151,12 +151,13 @@ class Watchdog:
             return stuck
         idle_s = now - max(main.at_s, self._resumed_s)
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
-        if idle_s > limit_s / 4:
-            whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
+        frame = sys._current_frames().get(self._main_thread) if idle_s > limit_s / 4 else None
+        if frame is not None:
+            whom = waits_for(self._main_thread, frame)
         allowed = patience(phase, main.point, limit_s, self._start_s, learnt=self._pace.is_learnt)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
-            idle_s=round(idle_s, 1), flag=allowed.flag,
+            idle_s=round(idle_s, 1), flag=allowed.flag, collective=collective_of_user(frame),
             waits=whom is WaitsFor.PEERS and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))

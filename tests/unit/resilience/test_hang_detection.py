@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -56,6 +57,18 @@ def test_whose_fault_it_is(own, peers, culprits):
     assert (None if hang is None else hang.culprits) == culprits
     if hang is not None and any(p.silent_s > 10.0 for p in peers):
         assert not hang.run
+
+
+@pytest.mark.parametrize(("phase", "remedy"), [
+    ("backward", "call it on every rank"), ("evaluate", "sums and counts")])
+def test_a_collective_of_the_user_in_which_a_rank_waits_is_named_with_the_remedy(phase, remedy):
+    gathers = dataclasses.replace(WAITS_LONG, phase=phase, collective="all_gather (mine.py:7)")
+
+    hang = find_hang(0, WAITS_LONG, {1: peer(gathers)}, limit_s=10.0)
+
+    assert hang is not None
+    assert hang.why.startswith("all ranks wait for each other: rank 1 in all_gather (mine.py:7)")
+    assert remedy in hang.why
 
 
 @pytest.mark.parametrize(("host", "culprits"), [(0, (0,)), (None, ()), (1, ())])
