@@ -154,11 +154,13 @@ class Watchdog:
         frame = sys._current_frames().get(self._main_thread) if idle_s > limit_s / 4 else None
         if frame is not None:
             whom = waits_for(self._main_thread, frame)
+        if whom is WaitsFor.DEVICE:  # such a wait takes processor time
+            quiet_s = idle_s
         allowed = patience(phase, main.point, limit_s, self._start_s, learnt=self._pace.is_learnt)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
             idle_s=round(idle_s, 1), flag=allowed.flag, collective=collective_of_user(frame),
-            waits=whom is WaitsFor.PEERS and self._world.size > 1,
+            waits=whom in (WaitsFor.PEERS, WaitsFor.DEVICE) and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))
 
