@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
-from trainer.resilience.preflight import check_current_folder
+from trainer.resilience.preflight import check_current_folder, use_utf8
 from trainer.resilience.stop_signals import attend
 from trainer.telemetry.std_streams import fill_descriptors, quiet_broken_pipe, say
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # not for ranks of `python -m launch`, which may outlive it
             check_current_folder("trainer")
+            use_utf8()
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module
 

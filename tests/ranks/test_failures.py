@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
-from runs import TAPE, events, train
+from runs import TAPE, events, summary, train
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.commands.compare import differences
@@ -124,3 +125,37 @@ def test_a_start_tells_of_lines_that_no_checkpoint_holds(ranks, tmp_path):
     assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
     assert lost["last"] in (5, 10, 15)  # of the newest save that was whole before the last
     assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
+
+
+def test_a_collective_in_the_loss_that_not_all_ranks_call_is_named(ranks, tmp_path):
+    codes, said = run(ranks, 2, tmp_path / "run", "--task.how=gather", "--task.validation=6",
+                      "--eval.every=2", "--eval.batch-size=2", "--watchdog.limit-s=1")
+
+    assert codes == [1, 1]
+    (hang,) = events(tmp_path / "run", "hang")
+    assert re.match(r"all ranks wait for each other: rank \d in all_gather \(tests/support/"
+                    r"failing_task.py:\d+ in gather\), .*sums and counts", hang["why"])
+    assert any("hang: all ranks wait" in text for text in said)
+
+
+def on_a_slow_disk(*arguments: str) -> int:
+    """In a rank: train where a save takes longer than a rank may wait in a step."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.2)
+        fsync(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+    return train(*arguments, "--world.timeout-s=1")
+
+
+def test_a_save_that_is_due_while_the_one_before_is_written_costs_no_attempt(ranks, tmp_path):
+    arguments = [*TAPE, "--task.validation=6", "--steps=4", "--checkpoint.every=2",
+                 "--eval.every=1", "--optim.lr=0.02", f"--run-dir={tmp_path / 'run'}"]
+
+    assert ranks(2, on_a_slow_disk, *arguments, group=False) == [0, 0]
+
+    kinds = {found["kind"] for found in inspect(tmp_path / "run")["checkpoints"]}
+    assert kinds == {"best"}
+    assert summary(tmp_path / "run")["save_waits"] > 0

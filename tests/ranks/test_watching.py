@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TAPE, events, run, steps, train, until_done, validations
+from runs import TAPE, events, impatient, run, steps, train, until_done, validations
 
 from trainer.commands.compare import differences
 
@@ -190,8 +190,11 @@ def test_a_disk_that_stays_full_ends_with_1_and_whole_checkpoints(ranks, undistu
     straight = undisturbed(1, *WIDE)
     resize(small_disk, room_for_two(straight))
 
-    full = run(ranks, 1, small_disk / "run", *WIDE, code=1)
+    full = run(ranks, 1, small_disk / "run", *WIDE, code=1, function=impatient)
 
+    # Another start computes nothing, since its next save has no room.
+    run(ranks, 1, full, *WIDE, code=1, function=impatient)
+    assert len(events(full, "start")) == 1
     kept = sorted(p.name for p in (full / "checkpoints").glob("step-*"))
     assert kept == ["step-00000002", "step-00000004"]
     resize(small_disk, 64 << 20)

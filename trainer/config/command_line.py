@@ -33,6 +33,7 @@ from trainer.config.fields import (
 )
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.storage import files
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
 
@@ -131,7 +132,7 @@ def load(path: Path) -> Config[Any]:
 def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
     """The task's class, by default the recipe's, and the recipe's values by dotted name."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(files.read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(fields := table.setdefault("task", {}), dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
                           f"example with ulimit -n {max(1024, needed)}")
     reach = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
+
+
+def use_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if the locale has another encoding: paths are
+    in files of the run, which another locale reads too."""
+    mode = ["-X", "utf8"]
+    if sys.getfilesystemencoding() != "utf-8" and sys.orig_argv[1:3] != mode:
+        os.execv(sys.executable, [sys.executable, *mode, *sys.orig_argv[1:]])
 
 
 def check_current_folder(*packages: str) -> None:

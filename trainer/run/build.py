@@ -166,16 +166,28 @@ def _enter_folder(
     """Collective. Lock the run folder, begin the attempt, and bring each node up to date."""
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, folder.identity, folder.lock, world, log)
+    is_over = resumption.position >= setup.intervals.total
+    world.fail_together(partial(_make_room, context, folder.store, is_over=is_over))
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
     folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
     # If configuration or task have changed, a failure at the same step is no repetition.
-    version = xxhash.xxh3_64(command_line.to_toml(config).encode() + task.source_code(config.task))
+    settings = command_line.to_toml(config).encode(errors="surrogateescape")
+    version = xxhash.xxh3_64(settings + task.source_code(config.task))
     run_dir.begin(path, events, world, log, position=resumption.position,
                   version=version.hexdigest(), max_same_step=config.restart.max_same_step)
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
+
+
+def _make_room(context: Context, store: Store, *, is_over: bool) -> None:
+    """Delete what dead attempts have left, and wait until the next save has room."""
+    if context.world.writes_run_dir:
+        run_dir.clean(context.path)
+        store.clean()
+        files.when_not_full(partial(run_dir.check_room, context.path,
+                                    store.room_to_go_on(is_over=is_over)), context.log.warning)
 
 
 def _make_trainable(
@@ -309,10 +321,8 @@ def _open_recorders(
 def _write_description(
     context: Context, folder: RunFolder, resumption: Resumption, card: Mapping[str, Any]
 ) -> None:
-    """Write configuration and environment into the run folder, without what dead attempts left."""
+    """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    run_dir.clean(path)
-    folder.store.clean()
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
     label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":

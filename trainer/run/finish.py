@@ -93,8 +93,12 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     run.folder.metrics.sync()
     if run.context.world.writes_run_dir:
         weights = {name: tensor.cpu() for name, tensor in run.state.export_weights().items()}
-        files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
-        files.replace_json(path / layout.SUMMARY, summary)
+
+        def write() -> None:
+            files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
+            files.replace_json(path / layout.SUMMARY, summary)
+
+        files.when_not_full(write, run.context.log.warning)
 
 
 def _load_best(run: Run) -> str:

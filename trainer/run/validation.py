@@ -31,6 +31,7 @@ def validate(run: Run) -> None:
     if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
         run.guard.checkpoint.save("best")
     run.recorders.draw(step)
+    run.context.world.barrier()  # rank 0 draws, for longer than a rank may wait in a step
 
 
 def save_and_stop(run: Run) -> NoReturn:

@@ -57,7 +57,19 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     from safetensors.torch import load_file
 
-    return load_file(path)
+    with path.open("rb") as file:  # the library refuses a path that is not UTF-8
+        return load_file(f"/proc/self/fd/{file.fileno()}")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file whose size is that of the tensors in its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with path.open("rb") as file, safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def parse_tensors(data: bytes) -> dict[str, Tensor]:

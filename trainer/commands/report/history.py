@@ -253,7 +253,7 @@ def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return flatten(tomllib.loads(path.read_text()))
+        return flatten(tomllib.loads(files.read_text(path)))
     except (OSError, ValueError):
         return {}
 
