@@ -157,7 +157,8 @@ def restore_state(
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
     saved = found.state.rng or [""] * world.size
-    if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
+    seeded = found.state.settings.get("seed", state.seed) == state.seed
+    if seeded and len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
             f"the random state of rank {world.rank} at step {found.step} differs from the saved "
             "one: another version of python, numpy or torch, or a damaged entry. The run continues "

@@ -5,6 +5,7 @@ So it does not depend on wrappers of the model (DDP, compile) or on the order of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,8 @@ class TrainState:
     """Further parts by name, with `state_dict` and `load_state_dict` (JSON values); with `share`
     (collective) if the state is distributed over the ranks."""
     ema: Ema | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, by dotted name."""
 
     def __post_init__(self) -> None:
         self._structure = self._current_structure()
@@ -114,11 +117,14 @@ class TrainState:
 
     def load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         """Restore everything, into the live tensors. Raises CheckpointDamaged if a tensor is
-        missing, unknown or has another shape."""
+        missing, unknown or has another shape.
+
+        An optimizer of another --optim.name begins without state, and so do parameters that
+        another --freeze trains. An option that has changed has its new value."""
         self.load_model(tensors[MODEL])
         if self.ema is not None:
-            self.ema.load(tensors.get(EMA), saved.ema)
-        groups = self._load_optimizer(tensors[OPTIMIZER], saved.optimizer)
+            self.ema.load(tensors.get(EMA), saved.ema, extended=self._differs(saved, "freeze"))
+        groups = self._load_optimizer(tensors[OPTIMIZER], saved)
         self.progress.restore(saved.progress)
         self.best.restore(saved.best)
         self.meter.load_state_dict(saved.meter)
@@ -160,15 +166,20 @@ class TrainState:
                   for parameter, entries in self.optimizer.state.items()}
         return {"groups": groups, "values": values}
 
+    def _differs(self, saved: SavedState, name: str) -> bool:
+        """Whether a setting differs from the saved one."""
+        return name in saved.settings and saved.settings[name] != self.settings.get(name)
+
     def _load_optimizer(
-        self, tensors: dict[str, Tensor], facts: dict[str, Any]
+        self, tensors: dict[str, Tensor], saved: SavedState
     ) -> list[dict[str, Any]]:
         """Restore the optimizer. Returns the saved parameter group of each live group."""
-        names = self.names()
+        names, facts = self.names(), saved.optimizer
         parameters = {n: p for p, n in names.items()}
-        saved = {name for group in facts["groups"] for name in group["names"]}
+        of = {name: group for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
-        _same_names(saved, live, "optimizer")
+        if not self._differs(saved, "freeze"):
+            _same_names(set(of), live, "optimizer")
         state = {n: {k: _from_json(v) for k, v in entries.items()}
                  for n, entries in facts["values"].items()}
         for name, value in tensors.items():
@@ -181,19 +192,31 @@ class TrainState:
                                         f"checkpoint, the parameter has {tuple(shape)}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
-        for name, entries in state.items():
+        anew = self._differs(saved, "optim.name")
+        for name in () if anew else state.keys() & live:
             owner = parameters[name]
             self.optimizer.state[owner] = {
                 key: _placed(value, owner) if isinstance(value, Tensor) else value
-                for key, value in entries.items()}
-        of = {name: group for group in facts["groups"] for name in group["names"]}
-        groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
+                for key, value in state[name].items()}
+        if isinstance(self.optimizer, torch.optim.SGD) and state and not anew:
+            for name in live - state.keys():  # torch's fused kernel needs all of them
+                self.optimizer.state[parameters[name]] = {
+                    "momentum_buffer": torch.zeros_like(parameters[name])}
+        groups = [next((of[names[p]] for p in group["params"] if names[p] in of), {})
+                  for group in self.optimizer.param_groups]
+        configured = CONFIGURED | self._changed_options(saved)
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
-            for key, value in saved_group.items():
-                if key not in CONFIGURED:  # counters of the optimizer, possibly added later
+            for key, value in () if anew else saved_group.items():
+                if key not in configured:  # counters of the optimizer, possibly added later
                     as_now = isinstance(value, list) and key in group
                     group[key] = type(group[key])(value) if as_now else value
         return groups
+
+    def _changed_options(self, saved: SavedState) -> set[str]:
+        """Names of the options of the optimizer that are not as they were."""
+        options = [set(settings.get("optim.options", ())) for settings in (
+            self.settings, saved.settings)]
+        return {text.partition("=")[0] for text in options[0] ^ options[1]}
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from trainer.config.fields import Duration
-from trainer.config.schema import Schedule
+from trainer.config.schema import MIN_RATIO, Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
@@ -47,8 +47,18 @@ def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
         return (update + 1) / warmup
     if config.name == "constant":
         return 1.0
-    done = min(1.0, (update + 1 - warmup) / max(1, total - warmup))
-    return config.min_ratio + (1 - config.min_ratio) * (1 + math.cos(math.pi * done)) / 2
+    done, low = min(1.0, (update + 1 - warmup) / max(1, total - warmup)), config.min_ratio or 0.0
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _unread(name: str, given: Mapping[str, Any]) -> set[str]:
+    """Arguments of torch's class that the others switch off."""
+    unread = {"last_epoch"}  # the position is restored in another way
+    if name == "one-cycle":
+        unread |= {"epochs", "steps_per_epoch"}  # total_steps is always given
+        if given.get("cycle_momentum") is False:
+            unread |= {"base_momentum", "max_momentum"}
+    return unread
 
 
 class Scheduler:
@@ -135,6 +145,8 @@ class Scheduler:
                 if min(given["milestones"]) <= 0:
                     raise ValueError("it needs milestones after the warm-up, such as "
                                      "milestones=30ep,60ep")
+            for key in _unread(name, given) & given.keys():
+                raise ValueError(f"{key} would have no effect: omit it")
             mode = [self._direction] if self.metric else []
             return cls(self._optimizer, *mode, **{**defaults.get(name, {}), **given})
         except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -208,7 +220,8 @@ class Scheduler:
 
     def _description(self) -> list[Any]:
         config, lengths = self._config, self._lengths
-        return [config.name, str(config.warmup), config.min_ratio, *config.options, lengths.epoch,
+        ratio = MIN_RATIO if config.min_ratio is None else config.min_ratio
+        return [config.name, str(config.warmup), ratio, *config.options, lengths.epoch,
                 lengths.total]
 
     def load_state_dict(self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -218,6 +231,7 @@ class Scheduler:
         live = self._optimizer.param_groups
         same = state["of"] == self._description() and all(
             saved.get("initial_lr") == group["initial_lr"]
+            and all((key in saved) == (key in group) for key in MOVED)  # the same optimizer
             for saved, group in zip(groups, live, strict=True))
         if self._main is None:
             self._jump(state["updates"])
@@ -236,7 +250,8 @@ class Scheduler:
             if self.metric and state["of"][0] == "plateau":
                 self._restore_counters(state)
                 for saved, group in zip(groups, live, strict=True):
-                    group["lr"] = saved["lr"] / saved["initial_lr"] * group["initial_lr"]
+                    share = saved["lr"] / saved["initial_lr"] if saved else 1.0
+                    group["lr"] = share * group["initial_lr"]
 
     def _restore_counters(self, state: Mapping[str, Any]) -> None:
         """Set the positions of the schedulers, and the best value of `plateau`."""

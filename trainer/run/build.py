@@ -198,8 +198,9 @@ def _make_trainable(
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
-        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None)
-    attempt = {"settings": compatibility.settings(config),
+        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
+        settings=compatibility.settings(config))
+    attempt = {"settings": state.settings,
                "circumstances": resumption.circumstances,
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(

@@ -223,7 +223,7 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
 
     facts = HintFacts(
         total=setup.intervals.total, epoch=setup.plan.steps_per_epoch,
-        clip_norm=0.0 if config.clip.value else config.clip.norm,
+        clip_norm=config.clip.norm or 0.0,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=zero_gradients, memory=memory)
