@@ -55,7 +55,7 @@ class TrainState:
     def _current_structure(self) -> dict[str, bool]:
         """Name of each of the model's tensors → whether it is trained."""
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
-        return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
+        return {name: tensor.data_ptr() in trained for name, tensor in model_tensors(self.model)}
 
     def set_part(self, name: str, part: Any) -> None:
         """Add a part, or replace it after a roll-back."""
@@ -65,7 +65,7 @@ class TrainState:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
         by file and name. Raises ConfigError as `check_structure`."""
         self.check_structure()
-        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        model, optimizer = dict(model_tensors(self.model)), self.optimizer_tensors()
         if self.ema is None:
             return {MODEL: model, OPTIMIZER: optimizer}
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
@@ -83,7 +83,7 @@ class TrainState:
 
     def export_weights(self) -> dict[str, Tensor]:
         """The weights for validation and export: the moving average if there is one."""
-        model = dict(_model_tensors(self.model))
+        model = dict(model_tensors(self.model))
         return model if self.ema is None else model | self.ema.averages()
 
     def facts(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
             "meter": self.meter.state_dict(),
-            "optimizer": self._optimizer_facts(),
+            "optimizer": self.optimizer_facts(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -123,8 +123,9 @@ class TrainState:
         another --freeze trains. An option that has changed has its new value."""
         self.load_model(tensors[MODEL])
         if self.ema is not None:
-            self.ema.load(tensors.get(EMA), saved.ema, extended=self._differs(saved, "freeze"))
-        groups = self._load_optimizer(tensors[OPTIMIZER], saved)
+            self.ema.load(tensors.get(EMA), saved.ema,
+                          extended=self._differs(saved.settings, "freeze"))
+        groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer, saved.settings)
         self.progress.restore(saved.progress)
         self.best.restore(saved.best)
         self.meter.load_state_dict(saved.meter)
@@ -139,7 +140,7 @@ class TrainState:
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
         """Restore only parameters and buffers. Raises CheckpointDamaged as `load`."""
-        _copy_into(dict(_model_tensors(self.model)), tensors, "model")
+        copy_into(dict(model_tensors(self.model)), tensors, "model")
 
     def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
         """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
@@ -149,13 +150,13 @@ class TrainState:
     def names(self) -> dict[Tensor, str]:
         return {p: n for n, p in self.model.named_parameters()}
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
         names = self.names()
         return {f"{names[parameter]}|{key}": value
                 for parameter, entries in self.optimizer.state.items()
                 for key, value in entries.items() if isinstance(value, Tensor)}
 
-    def _optimizer_facts(self) -> dict[str, Any]:
+    def optimizer_facts(self) -> dict[str, Any]:
         names = self.names()
         groups = [{"names": [names[p] for p in group["params"]],
                    **{k: v for k, v in group.items()
@@ -166,19 +167,20 @@ class TrainState:
                   for parameter, entries in self.optimizer.state.items()}
         return {"groups": groups, "values": values}
 
-    def _differs(self, saved: SavedState, name: str) -> bool:
-        """Whether a setting differs from the saved one."""
-        return name in saved.settings and saved.settings[name] != self.settings.get(name)
+    def _differs(self, then: Mapping[str, Any], name: str) -> bool:
+        """Whether a setting differs from a saved one."""
+        return name in then and then[name] != self.settings.get(name)
 
-    def _load_optimizer(
-        self, tensors: dict[str, Tensor], saved: SavedState
+    def load_optimizer(
+        self, tensors: dict[str, Tensor], facts: dict[str, Any], then: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Restore the optimizer. Returns the saved parameter group of each live group."""
-        names, facts = self.names(), saved.optimizer
+        """Restore the optimizer of a run that had the settings `then`. Returns the saved parameter
+        group of each live group, empty for a new one."""
+        names = self.names()
         parameters = {n: p for p, n in names.items()}
         of = {name: group for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
-        if not self._differs(saved, "freeze"):
+        if not self._differs(then, "freeze"):
             _same_names(set(of), live, "optimizer")
         state = {n: {k: _from_json(v) for k, v in entries.items()}
                  for n, entries in facts["values"].items()}
@@ -186,13 +188,9 @@ class TrainState:
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
-            shape = parameters[parameter].shape
-            if value.dim() and value.shape != shape and value.numel() == shape.numel():
-                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)} in the "
-                                        f"checkpoint, the parameter has {tuple(shape)}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
-        anew = self._differs(saved, "optim.name")
+        anew = self._differs(then, "optim.name")
         for name in () if anew else state.keys() & live:
             owner = parameters[name]
             self.optimizer.state[owner] = {
@@ -204,7 +202,7 @@ class TrainState:
                     "momentum_buffer": torch.zeros_like(parameters[name])}
         groups = [next((of[names[p]] for p in group["params"] if names[p] in of), {})
                   for group in self.optimizer.param_groups]
-        configured = CONFIGURED | self._changed_options(saved)
+        configured = CONFIGURED | self._changed_options(then)
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in () if anew else saved_group.items():
                 if key not in configured:  # counters of the optimizer, possibly added later
@@ -212,11 +210,10 @@ class TrainState:
                     group[key] = type(group[key])(value) if as_now else value
         return groups
 
-    def _changed_options(self, saved: SavedState) -> set[str]:
+    def _changed_options(self, then: Mapping[str, Any]) -> set[str]:
         """Names of the options of the optimizer that are not as they were."""
-        options = [set(settings.get("optim.options", ())) for settings in (
-            self.settings, saved.settings)]
-        return {text.partition("=")[0] for text in options[0] ^ options[1]}
+        before, now = ({*settings.get("optim.options", ())} for settings in (then, self.settings))
+        return {text.partition("=")[0] for text in before ^ now}
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
@@ -227,11 +224,11 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in model.state_dict(keep_vars=False).items() if isinstance(t, Tensor)]
 
 
-def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
+def copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
     _same_names(set(saved), set(live), what)
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:

@@ -399,6 +399,9 @@ class Config(Section, Generic[TaskT]):
     freeze: tuple[str, ...] = setting((), "must_match", repeatable=True)
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
+    start_checks: OnOff = setting("on", "ignored")
+    """Check at the start, on the first micro-batch, what exactness needs of the task; off: train
+    without the checks of the loss."""
     accept: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
     inject: tuple[str, ...] = setting((), "ignored", repeatable=True)
@@ -436,10 +439,6 @@ class Config(Section, Generic[TaskT]):
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""
         yield from _leaves(self, "", "ignored")
-
-    def total_steps(self, epoch: int) -> int:
-        """Length of the run in optimizer steps, from those of an epoch."""
-        return self.steps if self.steps is not None else (self.epochs or 5) * epoch
 
 
 def without_unread(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from trainer.config.fields import Duration
-from trainer.config.schema import MIN_RATIO, Schedule
+from trainer.config.schema import MIN_RATIO, Config, Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
@@ -188,6 +189,27 @@ class Scheduler:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak["lr"] * value
 
+    def end(self, total: int) -> tuple[int, float] | None:
+        """The number of updates after which the rate of the first group stays as it is in a run of
+        `total` updates, and this rate; None if it has no end. Of a function only an end at 0."""
+        name, lengths, peak = self._config.name, self._lengths, self._peaks[0]["lr"]
+        if name == "cosine":
+            return lengths.total, peak * self._factor(lengths.total - 1)
+        if name == "linear":
+            factors = self._main.end_factor
+            return self._first + self._main.total_iters + 1, peak * factors
+        if name == "one-cycle":
+            return (self._first + self._main.total_steps,
+                    self._optimizer.param_groups[0]["min_lr"])
+        if name == "cosine-annealing":
+            share = (lengths.total - 1 - self._first) / self._main.T_max
+            low = self._main.eta_min
+            return lengths.total, low + (peak - low) * (1 + math.cos(math.pi * share)) / 2
+        if ":" in name and self._factor(total - 1) == 0:
+            zeros = itertools.takewhile(lambda n: self._factor(n) == 0, range(total - 1, -1, -1))
+            return 1 + min(zeros), 0.0
+        return None
+
     def _is_at_its_end(self) -> bool:
         """Whether the rate stays constant from here on, so as not to rise again in a longer run."""
         if self._config.name == "one-cycle":
@@ -249,8 +271,9 @@ class Scheduler:
                     self.step()
             if self.metric and state["of"][0] == "plateau":
                 self._restore_counters(state)
+                shares = [g["lr"] / g["initial_lr"] for g in groups if g]
                 for saved, group in zip(groups, live, strict=True):
-                    share = saved["lr"] / saved["initial_lr"] if saved else 1.0
+                    share = saved["lr"] / saved["initial_lr"] if saved else shares[0]
                     group["lr"] = share * group["initial_lr"]
 
     def _restore_counters(self, state: Mapping[str, Any]) -> None:
@@ -262,3 +285,21 @@ class Scheduler:
         self._main.load_state_dict(counters)
         if rise is not None and self._warmup is not None:
             self._warmup.load_state_dict({"last_epoch": rise[0], "_step_count": rise[1]})
+
+
+def describe_end(config: Config[Any], lengths: ScheduleLengths, total: int) -> tuple[int, str]:
+    """The step with which the schedule ends and a warning, if it is not the last of `total`; else
+    "" as the warning."""
+    likeness = torch.optim.SGD([torch.zeros(1)], lr=config.optim.lr, momentum=0.9)
+    end = Scheduler(config.schedule, likeness, lengths).end(total)
+    if end is None or end[0] == total:
+        return 0, ""
+    (step, rate), name = end, f"--schedule.name {config.schedule.name}"
+    remedy = (f"--schedule.replan on plans it over {total} steps" if lengths.total != total else
+              "change --schedule.options, the function, or the length of the run")
+    if step > total:
+        return step, (f"{name} is planned over {step} steps and the run ends after {total}, before "
+                      f"the rate has come to its end; {remedy}")
+    changes = "keep this rate" if rate else "change no weights"
+    return step, (f"{name} reaches its last rate, {rate:g}, with step {step}: the other "
+                  f"{total - step} of {total} steps {changes}; {remedy}")

@@ -225,7 +225,7 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
     (["--run= "], "--run-dir ' ': give the path of a folder."),
-    (["--inject=kil"], "--inject kil: no fault 'kil' (did you mean 'kill'?)"),
+    (["--inject=kil"], "--inject kil: no fault 'kil'; there are kill"),
     (["--accept=optim.lr"], "--accept optim.lr: there is no such setting; use task.FIELD, batch.g"),
     (["--optim.name=adam"], "--optim.name adam: use adamw, sgd, or your own as module:Class"),
     (["--optim.rates=a=0"], "--optim.rates a=0: write PATTERN=FACTOR with a factor above 0"),
@@ -333,12 +333,6 @@ def test_each_setting_declares_its_change_class_and_task_fields_must_match():
     for name in ("task.root", "task.teacher"):
         assert of_task.pop(name) == "ignored", "the location of the data does not change them"
     assert set(of_task.values()) == {"must_match"}
-
-
-def test_the_length_of_the_run_is_steps_or_epochs_or_five_epochs():
-    assert Config(task=Images(), steps=7).total_steps(10) == 7
-    assert Config(task=Images(), epochs=2).total_steps(10) == 20
-    assert Config(task=Images()).total_steps(10) == 50
 
 
 def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
