@@ -200,8 +200,9 @@ class TrainState:
             for name in live - state.keys():  # torch's fused kernel needs all of them
                 self.optimizer.state[parameters[name]] = {
                     "momentum_buffer": torch.zeros_like(parameters[name])}
-        groups = [next((of[names[p]] for p in group["params"] if names[p] in of), {})
-                  for group in self.optimizer.param_groups]
+        groups: list[dict[str, Any]] = [
+            next((of[names[p]] for p in group["params"] if names[p] in of), {})
+            for group in self.optimizer.param_groups]
         configured = CONFIGURED | self._changed_options(then)
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in () if anew else saved_group.items():
