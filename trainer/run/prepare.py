@@ -77,7 +77,6 @@ class Setup:
 
 def prepare(config: Config[Any], world: World) -> Setup:
     """Build and check everything that does not need the run folder."""
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
