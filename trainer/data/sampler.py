@@ -17,7 +17,7 @@ from trainer.distributed.partition import block, micro_batches_per_rank
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """A position of the run: after `step` steps, `sample` samples of an epoch are consumed."""
 
     step: int = 0
@@ -37,7 +37,7 @@ class BatchPlan:
     in_lanes: bool = False
     """Whether the data are a stream: a micro-batch per lane in each window, also short or empty."""
 
-    origin: Place = Place()
+    origin: DataPosition = DataPosition()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,14 +52,14 @@ class BatchPlan:
         """Windows in the epoch of the origin."""
         return self._windows(self.samples - self.origin.sample)
 
-    def place_after(self, step: int) -> Place:
+    def place_after(self, step: int) -> DataPosition:
         """The position after a step: epoch and first sample of the next one."""
         number = step - self.origin.step
         if number < self._first_windows:
             first = self.origin.sample + number * self.global_size
-            return Place(step, self.origin.epoch, first)
+            return DataPosition(step, self.origin.epoch, first)
         epochs, window = divmod(number - self._first_windows, self.steps_per_epoch)
-        return Place(step, self.origin.epoch + 1 + epochs, window * self.global_size)
+        return DataPosition(step, self.origin.epoch + 1 + epochs, window * self.global_size)
 
     def epoch_of(self, step: int) -> int:
         """The epoch (from 0) of a step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.config.schema import Config
-from trainer.data.sampler import BatchPlan, Place
+from trainer.data.sampler import BatchPlan, DataPosition
 from trainer.errors import ConfigError
 from trainer.run.prepare import Setup, make_intervals
 
@@ -55,7 +55,7 @@ def _plan_of(plan: BatchPlan, then: Mapping[str, Any], facts: Mapping[str, Any])
     return replace(plan, samples=facts.get("samples", plan.samples),
                    global_size=then["batch.global_size"],
                    drop_last=then["data.drop_last"] == "on",
-                   origin=Place(*facts.get("origin", ())))
+                   origin=DataPosition(*facts.get("origin", ())))
 
 
 def _in_stream(now: Mapping[str, Any], then: Mapping[str, Any], *, other_data: bool) -> str:

@@ -328,11 +328,38 @@ def test_help_names_commands_recipes_and_defaults_and_fits_the_terminal(capsys, 
 def test_each_setting_declares_its_change_class_and_task_fields_must_match():
     leaves = {name: change for name, _, change in command_line.parse_config([]).leaves()}
 
-    assert set(leaves.values()) == {"must_match", "may_change", "ignored"}
+    assert set(leaves.values()) == {"fixed", "must_match", "may_change", "ignored"}
     of_task = {name: change for name, change in leaves.items() if name.startswith("task.")}
     for name in ("task.root", "task.teacher"):
         assert of_task.pop(name) == "ignored", "the location of the data does not change them"
     assert set(of_task.values()) == {"must_match"}
+
+
+def test_a_flag_replaces_the_other_choice_of_the_recipe(tmp_path):
+    path = recipe(tmp_path, 'epochs = 3\n[clip]\nnorm = 2.0\n[optim]\nbetas = [0.5, 0.75]\n'
+                            'weight_decay = 0.5\noptions = ["amsgrad=true"]\n')
+
+    kept = command_line.parse_config([path])
+    other = command_line.parse_config([path, "--steps=9", "--clip.value=0.25", "--optim.name=sgd"])
+
+    assert (kept.epochs, kept.optim.betas, kept.optim.options) == (3, (0.5, 0.75), (
+        "amsgrad=true",))
+    assert (other.steps, other.epochs, other.clip.norm) == (9, None, None)
+    assert other.optim == Optim(name="sgd")
+    assert refusal(path, "--steps=9", "--epochs=2").startswith("--steps 9: --epochs 2 sets the")
+
+
+def test_a_configuration_recorded_by_an_earlier_version_is_read_without_what_it_did_not_use(
+    tmp_path
+):
+    path = recipe(tmp_path, 'steps = 4\nepochs = 5\n[optim]\nname = "sgd"\nweight_decay = 0.01\n'
+                            'betas = [0.9, 0.999]\neps = 1e-8\nmomentum = 0.5\nnesterov = "off"\n'
+                            '[schedule]\nname = "constant"\nmin_ratio = 0.1\n')
+
+    config = command_line.load(Path(path))
+
+    assert (config.steps, config.epochs, config.schedule.min_ratio) == (4, None, None)
+    assert config.optim == Optim(name="sgd", momentum=0.5)
 
 
 def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
