@@ -196,8 +196,7 @@ class Scheduler:
         if name == "cosine":
             return lengths.total, peak * self._factor(lengths.total - 1)
         if name == "linear":
-            factors = self._main.end_factor
-            return self._first + self._main.total_iters + 1, peak * factors
+            return self._first + self._main.total_iters + 1, peak * self._main.end_factor
         if name == "one-cycle":
             return (self._first + self._main.total_steps,
                     self._optimizer.param_groups[0]["min_lr"])
@@ -288,8 +287,7 @@ class Scheduler:
 
 
 def describe_end(config: Config[Any], lengths: ScheduleLengths, total: int) -> tuple[int, str]:
-    """The step with which the schedule ends and a warning, if it is not the last of `total`; else
-    "" as the warning."""
+    """The step with which the schedule ends, and a warning; (0, "") if it is the last of `total`."""
     likeness = torch.optim.SGD([torch.zeros(1)], lr=config.optim.lr, momentum=0.9)
     end = Scheduler(config.schedule, likeness, lengths).end(total)
     if end is None or end[0] == total:

@@ -323,7 +323,8 @@ def _open_recorders(
     if context.world.is_main and hasattr(setup.task, "picture"):
         pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
                             model=setup.model, show=folder.metrics.picture, log=context.log)
-    return Recorders(metrics=folder.metrics, pictures=pictures, rate_end=rate_end,
+    return Recorders(metrics=folder.metrics, pictures=pictures,
+                     rate_end=rate_end if context.world.is_main else (0, ""),
                      warn=context.log.warning,
                      timing=open_timing(context, setup, folder.identity.attempt))
 
