@@ -172,11 +172,12 @@ class TrainState:
         return name in then and then[name] != self.settings.get(name)
 
     def load_optimizer(
-        self, tensors: dict[str, Tensor], facts: dict[str, Any], then: Mapping[str, Any]
+        self, tensors: dict[str, Tensor], facts: dict[str, Any],
+        then: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Restore the optimizer of a run that had the settings `then`. Returns the saved parameter
-        group of each live group, empty for a new one."""
-        names = self.names()
+        """Restore the optimizer of a run that had the settings `then`, by default the same ones.
+        Returns the saved parameter group of each live group, empty for a new one."""
+        names, then = self.names(), self.settings if then is None else then
         parameters = {n: p for p, n in names.items()}
         of = {name: group for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
@@ -191,13 +192,18 @@ class TrainState:
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
         anew = self._differs(then, "optim.name")
-        for name in () if anew else state.keys() & live:
+        group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
+        for name in [] if anew else [name for name in state if name in live]:
             owner = parameters[name]
+            # As torch places it: a count of updates is read on the host, unless a kernel reads it.
+            on_host = {"step"} if not any(
+                group_of[owner].get(option) for option in ("capturable", "fused")) else set()
             self.optimizer.state[owner] = {
-                key: _placed(value, owner) if isinstance(value, Tensor) else value
+                key: value if not isinstance(value, Tensor) else
+                value.clone() if key in on_host else _placed(value, owner)
                 for key, value in state[name].items()}
         if isinstance(self.optimizer, torch.optim.SGD) and state and not anew:
-            for name in live - state.keys():  # torch's fused kernel needs all of them
+            for name in sorted(live - state.keys()):  # torch's fused kernel needs all of them
                 self.optimizer.state[parameters[name]] = {
                     "momentum_buffer": torch.zeros_like(parameters[name])}
         groups: list[dict[str, Any]] = [

@@ -287,7 +287,7 @@ class Scheduler:
 
 
 def describe_end(config: Config[Any], lengths: ScheduleLengths, total: int) -> tuple[int, str]:
-    """The step with which the schedule ends, and a warning; (0, "") if it is the last of `total`."""
+    """The step with which the schedule ends, and a warning; (0, "") if it is the last one."""
     likeness = torch.optim.SGD([torch.zeros(1)], lr=config.optim.lr, momentum=0.9)
     end = Scheduler(config.schedule, likeness, lengths).end(total)
     if end is None or end[0] == total:

@@ -294,8 +294,7 @@ def check_optimizer_round_trip(state: TrainState) -> None:
     groups = [dict(group) for group in optimizer.param_groups]
     tensors = {n: t.detach().clone() for n, t in state.optimizer_tensors().items()}
     try:
-        state.load_optimizer(tensors, json.loads(json.dumps(state.optimizer_facts())),
-                             state.settings)
+        state.load_optimizer(tensors, json.loads(json.dumps(state.optimizer_facts())))
         lost = [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in entry.items()
                 if not same(value, optimizer.state[p].get(key))]
         lost += [key for old, new in zip(groups, optimizer.param_groups, strict=True)
