@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
-from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.errors import CheckpointDamaged, ConfigError, from_rank, listed
 from trainer.storage import layout, tensorfile
+from trainer.storage.files import display_path
 from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
@@ -139,6 +140,26 @@ def _locate(path: Path) -> dict[str, Any]:
     return {"step": found.step, "path": str(found.path), "skipped": skipped}
 
 
+def check_fit(found: CheckpointRef, store: Store, model: nn.Module, world: World) -> None:
+    """Collective. Raise ConfigError unless the weights of a checkpoint fit the parameters."""
+    folder = found.path or store.folder / step_name(found.step)
+
+    def read() -> dict[str, list[int]]:
+        return tensorfile.read_shapes(folder / MODEL) if found.holder == world.rank else {}
+
+    saved = world.broadcast_json(world.fail_together(read), found.holder)
+    live = {name: list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    misfits = [f"{name} has shape {saved.get(name)} in the checkpoint and {shape} now"
+               for name, shape in live.items() if saved.get(name) != shape]
+    misfits += [f"{name} is not in the model" for name in saved.keys() - model.state_dict().keys()]
+    if misfits:
+        raise from_rank(0, ConfigError(
+            f"--task: the model doesn't fit the run's checkpoint of step {found.step}: "
+            f"{listed(misfits)}. Restore the model and its flags, or begin a new run in another "
+            f"--run-dir, to which --init {display_path(folder / MODEL)} --init-strict off gives "
+            "the weights that fit."))
+
+
 def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
@@ -157,7 +178,8 @@ def restore_state(
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
     saved = found.state.rng or [""] * world.size
-    if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
+    seeded = found.state.settings.get("seed", state.seed) == state.seed
+    if seeded and len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
             f"the random state of rank {world.rank} at step {found.step} differs from the saved "
             "one: another version of python, numpy or torch, or a damaged entry. The run continues "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,12 @@ from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
-from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
+from trainer.checkpoint.restore import (
+    CheckpointRef,
+    check_fit,
+    find_checkpoint,
+    find_checkpoint_at,
+)
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
@@ -32,13 +38,14 @@ from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import World
-from trainer.optim import compile_cache, precision
+from trainer.optim import compile_cache, precision, schedules
 from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
+from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
@@ -68,7 +75,12 @@ def build(
     setup = world.fail_together(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
-    resumption = _find_resumption(context, setup, folder)
+    setup, resumption = _find_resumption(context, setup, folder)
+    # A later start may have another number of ranks.
+    fixed = not (folder.identity.attempt or world.has_nodes
+                 or config.parallel.reduction == "canonical")
+    fault_injection.refuse_unreachable(folder.faults, ranks=world.size if fixed else None,
+                                       total=setup.intervals.total)
     _enter_folder(context, setup, folder, resumption)
     trainable = _make_trainable(context, setup, folder, resumption)
     marks.mark(Phase.START, resumption.position)
@@ -92,35 +104,40 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    # A later start may have another number of ranks.
-    fixed = not (identity.attempt or world.has_nodes or config.parallel.reduction == "canonical")
-    fault_injection.refuse_unreachable(faults, ranks=world.size if fixed else None,
-                                       total=setup.intervals.total)
     store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
                   keep_every=setup.steps(config.checkpoint.keep_every) or None,
                   guard=lock.committing, mark=context.marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
-def _find_resumption(context: Context, setup: Setup, folder: RunFolder) -> Resumption:
-    """Collective. Find the checkpoint to continue from; without one, initialize the weights."""
+def _find_resumption(
+    context: Context, setup: Setup, folder: RunFolder
+) -> tuple[Setup, Resumption]:
+    """Collective. Find the checkpoint to continue from; without one, initialize the weights.
+    Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
     if found is None:
-        return Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
+        return setup, Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
                           circumstances=_circumstances(context, setup),
                           initial_weights=_initialize(context, setup))
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and "threads" in then and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
         world.use_threads(then["threads"])  # bits depend on their number
+    check_fit(found, folder.store, setup.model, world)
+    setup, where = carry_over(config, setup, found)
+    setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
+    setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = _circumstances(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
                                               before=saved.inexact)
     context.status.move_to(position)
     if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)
-    return Resumption(found=found, decision=decision, position=position, circumstances=now)
+    if where:
+        decision = replace(decision, changes=(*decision.changes, where))
+    return setup, Resumption(found=found, decision=decision, position=position, circumstances=now)
 
 
 def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
@@ -210,9 +227,11 @@ def _make_trainable(
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
-        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None)
-    attempt = {"settings": compatibility.settings(config),
-               "circumstances": resumption.circumstances,
+        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
+        settings=compatibility.settings(config))
+    attempt = {"settings": state.settings,
+               "circumstances": {**resumption.circumstances, "samples": setup.plan.samples,
+                                 "origin": astuple(setup.plan.origin)},
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
@@ -300,6 +319,7 @@ def _open_recorders(
 ) -> Recorders:
     """Describe the run in its folder and on the console, and open what records it."""
     config, found, summary = context.config, resumption.found, list[str]()
+    rate_end = schedules.describe_end(config, setup.lengths, setup.intervals.total)
     if context.world.writes_run_dir:
         card = setup.card
         if config.init is not None and found is None:
@@ -308,6 +328,7 @@ def _open_recorders(
         summary = summary_lines(config, card, context.world, context.path)
         warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
                                     total=setup.intervals.total)
+        warnings += [rate_end[1]] * bool(rate_end[1])
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
@@ -315,6 +336,8 @@ def _open_recorders(
         pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
                             model=setup.model, show=folder.metrics.picture, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
+                     rate_end=rate_end if context.world.is_main else (0, ""),
+                     warn=context.log.warning,
                      timing=open_timing(context, setup, folder.identity.attempt))
 
 

@@ -105,7 +105,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
                                           getattr(task, "parameter_groups", None))
-    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
+    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
+                              replan=config.schedule.replan == "on")
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
     if schedule.metric and data["validation"] is None:
         raise ConfigError("--schedule.name plateau: the task has no validation data.")
@@ -187,8 +188,14 @@ def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[Batc
             '--task: dataset("train") is empty.' if samples == 0 else
             f"--batch.global-size {batch.global_size}: the training data have only {samples} "
             f"samples; use a global size of {samples} or less, or --data.drop-last off.")
-    epoch, total = plan.steps_per_epoch, config.total_steps(plan.steps_per_epoch)
-    return plan, Intervals(
+    return plan, make_intervals(config, plan)
+
+
+def make_intervals(config: Config[Any], plan: BatchPlan) -> Intervals:
+    """The intervals of a run whose data are divided by a plan."""
+    epoch = plan.steps_per_epoch
+    total = config.steps if config.steps is not None else plan.steps_of(config.epochs or 5)
+    return Intervals(
         total=total, evaluate=config.eval.every.steps(epoch=epoch, total=total),
         checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
         log=config.log.every.steps(epoch=epoch, total=total),

@@ -30,6 +30,7 @@ from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.resilience.attempts import running_s
 from trainer.run import startup_summary
+from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, RunFolder
 from trainer.run.evaluate import eval_mode
 from trainer.run.prepare import REMEDY, Setup, is_due
@@ -78,7 +79,8 @@ def open_source(
 def reopen(run: Run, found: CheckpointRef) -> None:
     """Collective. Read and record the run from the position of a checkpoint, for a roll-back."""
     run.state.progress.restore(found.state.progress)
-    run.loader.reopen(partial(open_source, run.context, run.setup, run.state, found))
+    setup, _ = carry_over(run.context.config, run.setup, found)
+    run.loader.reopen(partial(open_source, run.context, setup, run.state, found))
     open_metrics(run.context, run.setup, run.folder, found)
 
 
@@ -228,7 +230,7 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
 
     facts = HintFacts(
         total=setup.intervals.total, epoch=setup.plan.steps_per_epoch,
-        clip_norm=0.0 if config.clip.value else config.clip.norm,
+        clip_norm=config.clip.norm or 0.0,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, model), memory=memory)

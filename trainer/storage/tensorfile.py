@@ -53,6 +53,14 @@ def data_size(tensors: Mapping[str, Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+def read_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     from safetensors.torch import load_file

@@ -117,6 +117,11 @@ class Images(Section, prefix="task."):
         own = self.architecture == "cnn"
         self.check(own or self.norm == "batch", "norm", "it is a setting of the cnn; remove it.")
         self.check(own or not self.dropout, "dropout", "it is a setting of the cnn; remove it.")
+        self.check(self.data != "sample" or self.root is None, "root",
+                   "the sample is part of this package; add --task.data fashion-mnist.")
+        for name in ("teacher_architecture", "teacher_share", "temperature"):
+            self.check(self.teacher is not None or getattr(self, name) == getattr(Images, name),
+                       name, "only a --task.teacher uses it; remove it.")
 
     @property
     def class_names(self) -> tuple[str, ...]:

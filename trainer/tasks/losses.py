@@ -8,6 +8,7 @@ loss checks for combinations of output and target that torch would accept althou
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None
         raise ConfigError(f"cross-entropy: the output has shape {tuple(output.shape)}; return NxC "
                           "logits, one per class. For one logit per sample use the loss bce.")
     if target.is_floating_point() or target.shape == output.shape:
+        if ignore_index is not None:
+            raise ConfigError("cross-entropy: ignore_index has no effect on targets that are class "
+                              "probabilities; remove it, or give class numbers.")
         return
     counted = target if ignore_index is None else target[target != ignore_index]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
@@ -232,7 +236,12 @@ def named(name: str, **options: Any) -> Any:
     if name not in LOSSES:
         raise ConfigError(f"loss {name!r}: there is no loss of this name; use one of "
                           f"{', '.join(LOSSES)}.")
-    return LOSSES[name](**options)
+    try:
+        return LOSSES[name](**options)
+    except TypeError as error:
+        known = [f.name for f in dataclasses.fields(LOSSES[name]) if f.init]
+        raise ConfigError(f"loss {name!r}: {error}; its options are "
+                          f"{', '.join(known) or 'none'}.") from error
 
 
 def classification(
