@@ -100,10 +100,9 @@ class RankProcess:
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
-        threads = None if config.world.threads == "auto" else config.world.threads
         log.status.enter(Phase.JOIN)
-        with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
-                        launch=launch) as world:
+        with World.form(device=config.device, timeout_s=config.world.timeout_s,
+                        threads=config.world.threads, launch=launch) as world:
             orders.attach(world)
             training.run(config, world)
         return EXIT_COMPLETE

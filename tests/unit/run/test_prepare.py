@@ -67,7 +67,7 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
 
 
 def fingerprint(make: Any) -> str:
-    return prepared(Made(make=make)).fingerprint
+    return prepared(Made(make=make)).fingerprints["train"]
 
 
 class Graph:
