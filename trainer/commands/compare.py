@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
         "schedule, scaler, progress; random states if both have the same number of ranks) and "
-        "metrics.jsonl. Before the first difference, print the settings and circumstances (threads, "
-        "versions, devices, data, code) that differ. Exit code 0: same bits; 1: they differ; 2: a run can't be read or isn't "
-        "finished.")
+        "metrics.jsonl. The settings and circumstances (threads, versions, devices, data, code) "
+        "that differ are printed before the first difference. Exit code 0: same bits; 1: they "
+        "differ; 2: a run can't be read or isn't finished.")
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--at", type=int, metavar="STEP",
