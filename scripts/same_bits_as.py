@@ -41,10 +41,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.json: lines",
            "state.json: record*",
+           *(f"state.json: circumstances.{name}*"
+             for name in ("code", "cudnn", "packages", "python", "splits")),
            "summary.json: attempts", "summary.json: save_waits", "summary.json: memory.*",
            "summary.json: model.safetensors")
-"""Entries that may differ between equal runs: paths, faults, memory, a sentence, and `lines`, those
-lines of metrics.jsonl that weren't yet in the file when the checkpoint was saved."""
+"""Entries that may differ between equal runs: paths, faults, memory, a sentence, circumstances that
+older code doesn't record, and `lines`, those lines of metrics.jsonl that weren't yet in the file
+when the checkpoint was saved."""
 PER_WORLD = ("state.json: circumstances.world_size", "state.json: rng")
 """Entries that differ between two equal runs of different numbers of ranks."""
 
