@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import torch_private
 from trainer.distributed.peer_errors import lost_peer
-from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.task import Outcome, check_outcome
 
@@ -165,6 +165,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._nonfinite = False, nonfinite
+        self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
         dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
@@ -183,6 +184,8 @@ class Objective(nn.Module):
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY_BATCH_NOTE)
             raise
+        if self._look is not None:
+            self._look(outcome)
         if self._next_is_nan:
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
@@ -200,6 +203,15 @@ class Objective(nn.Module):
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
+
+    @contextlib.contextmanager
+    def watched(self, look: Callable[[Outcome], None] | None) -> Iterator[None]:
+        """Call `look` with the outcome of each forward inside the context."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
 
     def inject_nan(self) -> None:
         """Make the next loss a NaN (fault injection)."""
@@ -230,12 +242,12 @@ class Objective(nn.Module):
             self.stats_carrier.grad = None
 
     def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[StepSums, float]:
-        """Copy the sums and the gradient norm to the host, in one transfer."""
+        """Copy the sums and the gradient norm to the host, in one transfer, for which the host
+        waits."""
         if isinstance(vector, list):
             values, norm = vector, float(grad_norm)
         else:
-            with waiting_for(WaitsFor.PEERS):
-                *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(

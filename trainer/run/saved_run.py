@@ -84,8 +84,8 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     threads = config.world.threads
     if threads == "auto" and weights.threads is not None:
         threads = weights.threads
+    precision.set_determinism(config.numerics.deterministic == "on")
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
     model, choice = make_model(task, config, world.device)
