@@ -143,8 +143,8 @@ class Task(Protocol):
     - `collate(samples) -> batch` stacks a list of samples into a batch; it must accept a single
       sample. Default: torch's `default_collate`, extended to dataclasses.
     - `predict(model, batch)` returns what `trainer predict` writes for each sample.
-    - `fingerprint() -> str` identifies the data set. Default: its length and the content of 16
-      keyed samples.
+    - `fingerprint() -> str` identifies the training data. Default, as of the other splits: length
+      and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
