@@ -16,7 +16,7 @@ from trainer.run.prepare import Setup, content
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
 
-DRAW = ("A restart gives other bits. Draw from random, numpy.random, torch or a generator among "
+DRAW = ("a restart gives other bits. Draw from random, numpy.random, torch or a generator among "
         "the data set's attributes, in one thread")
 
 
@@ -74,9 +74,9 @@ def _stream_differs(work: Setup, split: str, seed: int) -> tuple[str, str]:
     lanes = work.plan.global_size // work.plan.micro_size
     one, other = (list(map(content, first_samples(fresh, lanes=lanes, count=2, seed=seed)))
                   for _ in range(2))
-    why = f"a second iteration over the {split} stream gives other samples" * (one != other)
+    why = f"a second iteration over the {_adjective(split)} stream gives other samples" * (one != other)
     return why, ("each iteration must start from the beginning, and may depend on the epoch "
-                 f"through set_epoch(). {DRAW}")
+                 f"through set_epoch(); {DRAW}")
 
 
 def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
@@ -84,7 +84,8 @@ def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
     reader = KeyedSamples(work.data[split], seed=seed, collate=work.collate,
                           augment=split == "train")
     indices = tuple(range(min(2, len(reader))))
-    which, read, drawn = f"samples {', '.join(map(str, indices))} of the {split} data", [], []
+    which = f"samples {', '.join(map(str, indices))} of the {_adjective(split)} data"
+    read, drawn = [], []
     try:
         for epoch in (0, 1, 0) if split == "train" else (0, 0, 0):
             read.append(content(reader[MicroBatchSpec(1, epoch, 0, True, indices)].batch))
@@ -94,10 +95,14 @@ def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
     if read[0] != read[2]:
         return (f"{which} differ when they are read again under the same key", "they depend on "
                 "state that reading changes, on an unseeded generator, or set_epoch() continues "
-                f"from the previous epoch. {DRAW}")
+                f"from the previous epoch; {DRAW}")
     why = f"{which} cache the random numbers of their first read" * (drawn[0] != drawn[2])
     return why, ("a restart reads them first in another epoch, so it gives other bits. Cache only "
                  "what is the same each time, and draw each time")
+
+
+def _adjective(split: str) -> str:
+    return "training" if split == "train" else split
 
 
 def check_stream(work: Setup, log: Log, seed: int) -> list[str]:
