@@ -97,7 +97,8 @@ def _changed_data(
     config: Config[Any], *, now: Mapping[str, Any], then: Mapping[str, Any]
 ) -> Iterator[str]:
     """Lines of the splits whose data have changed, which `--accept` must allow."""
-    here, there = ({"training": facts.get(DATA), **facts.get("splits", {})} for facts in (now, then))
+    here, there = ({"training": facts.get(DATA), **facts.get("splits", {})}
+                   for facts in (now, then))
     for split in here:
         if split in there and here[split] != there[split]:
             what = f"the fingerprint of the {split} data"

@@ -74,9 +74,9 @@ def _stream_differs(work: Setup, split: str, seed: int) -> tuple[str, str]:
     lanes = work.plan.global_size // work.plan.micro_size
     one, other = (list(map(content, first_samples(fresh, lanes=lanes, count=2, seed=seed)))
                   for _ in range(2))
-    why = f"a second iteration over the {_adjective(split)} stream gives other samples" * (one != other)
-    return why, ("each iteration must start from the beginning, and may depend on the epoch "
-                 f"through set_epoch(); {DRAW}")
+    why = f"a second iteration over the {_adjective(split)} stream gives other samples"
+    return why * (one != other), ("each iteration must start from the beginning, and may depend on "
+                                  f"the epoch through set_epoch(); {DRAW}")
 
 
 def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
