@@ -82,7 +82,7 @@ def preload(argv: Sequence[str]) -> int:
     import trainer.run.warmup  # noqa: F401
     from trainer.commands.train import show_cause
     from trainer.config import command_line
-    from trainer.run import run_dir
+    from trainer.run import circumstances, run_dir
     from trainer.run.prepare import bind_seed
     from trainer.telemetry.events import Log
 
@@ -96,6 +96,7 @@ def preload(argv: Sequence[str]) -> int:
         Log().error(str(error))
         return error.exit_code
     run_dir.package_versions()
+    circumstances.loaded_code()
     _PRELOADED[tuple(argv)] = config
     return 0
 

@@ -8,7 +8,6 @@ import difflib
 import enum
 import importlib
 import inspect
-import marshal
 import math
 import os
 import sys
@@ -163,8 +162,8 @@ class Task(Protocol):
     - `collate(samples) -> batch` stacks a list of samples into a batch; it must accept a single
       sample. Default: torch's `default_collate`, extended to dataclasses.
     - `predict(model, batch)` returns what `trainer predict` writes for each sample.
-    - `fingerprint() -> str` identifies the data set. Default: its length and the content of 16
-      keyed samples.
+    - `fingerprint() -> str` identifies the training data. Default, as of the other splits: length
+      and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
@@ -302,16 +301,6 @@ def _described(value: Any) -> str:
         sizes = "x".join(map(str, value.shape))
         return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {sizes}".strip()
     return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-def source_code(task: Any) -> bytes:
-    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
-    kind = type(getattr(task, "given", task))
-    try:
-        return Path(inspect.getfile(kind)).read_bytes()
-    except (OSError, TypeError):
-        return b"".join(marshal.dumps(f.__code__) for f in vars(kind).values()
-                        if inspect.isfunction(f))
 
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

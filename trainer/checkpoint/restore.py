@@ -44,6 +44,10 @@ class CheckpointRef:
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
 
+    def for_validation(self, fingerprint: str | None) -> CheckpointRef:
+        """See `SavedState.for_validation`."""
+        return dataclasses.replace(self, state=self.state.for_validation(fingerprint))
+
 
 def find_checkpoint(
     store: Store, world: World, run_id: str, *, newest: int | None = None
@@ -163,8 +167,8 @@ def check_fit(found: CheckpointRef, store: Store, model: nn.Module, world: World
 def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
-    """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
-    ranks if it doesn't fit. Unless all have the same valid one on their disks, the holder
+    """Collective. Load a checkpoint into the live tensors of all ranks; ConfigError on all ranks
+    if it doesn't fit. Unless all have the same valid one on their disks, the holder
     broadcasts it, which takes longer."""
     if found.path is not None:
         store = Store(found.path.parent)
@@ -173,7 +177,14 @@ def restore_state(
         tensors = world.fail_together(partial(_load, store, found.step))
     else:
         tensors = _receive(store, found, world)
-    world.fail_together(partial(state.load, tensors, found.state))
+    try:
+        world.fail_together(partial(state.load, tensors, found.state))
+    except CheckpointDamaged as error:  # its bytes are whole
+        weights = display_path(store.folder / step_name(found.step) / MODEL)
+        raise from_rank(0, ConfigError(
+            f"--task: the checkpoint of step {found.step} doesn't fit: {error}. Undo the change of "
+            "the task or of a library, or begin another run with another --run-dir; there "
+            f"--init {weights} --init-strict off takes over the weights that fit.")) from error
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
+from trainer.run import circumstances
 from trainer.run.run_dir import early_end
 from trainer.storage import files, layout
 
@@ -122,9 +120,12 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
         return last
     then = saved.circumstances
     try:
-        verdict = compatibility.compare_settings(
-            command_line.load(run / layout.CONFIG), saved.settings, before=saved.inexact,
-            now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
+        config = command_line.load(run / layout.CONFIG)  # imports the task
+        versions = {n: circumstances.package_version(n) for n in then.get("packages", {})}
+        now = {**then, **circumstances.library_versions(), "packages": versions,
+               "code": circumstances.loaded_code()}
+        verdict = compatibility.compare_settings(config, saved.settings, before=saved.inexact,
+                                                 now=now, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last

@@ -101,11 +101,10 @@ class RankProcess:
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
-        threads = None if config.world.threads == "auto" else config.world.threads
         log.status.enter(Phase.JOIN)
         set_determinism(config.numerics.deterministic == "on")
-        with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
-                        launch=launch) as world:
+        with World.form(device=config.device, timeout_s=config.world.timeout_s,
+                        threads=config.world.threads, launch=launch) as world:
             if world.users_nccl_settings:
                 log.info(f"kept from the environment: {', '.join(world.users_nccl_settings)}; "
                          "torch may end a rank before it has saved (docs/gpus.md)")

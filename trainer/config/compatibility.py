@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.fields import SEVERAL, flag_of
 from trainer.config.schema import Config, without_unread
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 
 _CHOOSERS = ("optim", "schedule")
 """Sections whose `name` decides which of their settings are read."""
+VALUES = ("world_size", "threads", "device", "cpu", "torch", "numpy", "python", "cudnn")
+"""Circumstances with a single value; "cpu" is its vector instructions."""
 DATA = "data"
 """The name of the data fingerprint for `--accept`."""
 
@@ -55,9 +57,9 @@ def compare_settings(
 
     Args:
         saved: `settings` of the attempt that wrote the checkpoint.
-        now, then: circumstances of this attempt and of that one: "data" (fingerprint), "task"
-            (path), "world_size", "threads", "device", "cpu" (vector instructions), "torch",
-            "numpy".
+        now, then: circumstances of this attempt and of that one: "data" (fingerprint of the
+            training data), "splits" (those of the others), "task" (path), "code" (hashes of files),
+            "packages" (versions) and `VALUES`. Those that older checkpoints lack are not compared.
         before: reasons of earlier attempts why the run is only equivalent; they stay.
 
     Raises:
@@ -92,20 +94,49 @@ def compare_settings(
             must_be_accepted(name, flag_of(name), old, new)
         elif old != new and change == "may_change":
             changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
-    if now.get(DATA) != then.get(DATA):
-        must_be_accepted(DATA, "the data's fingerprint", then.get(DATA), now.get(DATA))
+    for split, old, new in _changed_data(now, then):
+        must_be_accepted(DATA, f"the fingerprint of the {split} data", old, new)
+        if split == "validation":
+            changes.append("best weights and patience begin anew")
     _refuse(refused)
     reasons = [*before, *changes]
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
-    for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
-        if key in then and now.get(key) != then[key]:
-            text = f"{key.replace('_', ' ')} was {then.get(key)} and is {now.get(key)}"
-            if key == "world_size" and canonical:
-                changes.append(f"{text}: the same bits (--parallel.reduction canonical)")
-            else:
-                changes.append(text)
-                reasons.append(text)
-    return ResumeDecision(changes=tuple(changes), reasons=tuple(reasons))
+    for key, text in _changed_values(now, then):
+        if key == "world_size" and canonical:
+            changes.append(f"{text}: the same bits (--parallel.reduction canonical)")
+        else:
+            changes.append(text)
+            reasons.append(text)
+    before_now = then.get("code", {})
+    if files := [name for name, code in now.get("code", {}).items()
+                 if before_now.get(name, code) != code]:
+        changes.append(", ".join(files))
+        reasons.append(f"changed: {listed(files)}")
+    return ResumeDecision(changes=tuple(changes), reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _changed_data(
+    now: Mapping[str, Any], then: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Name, old and new fingerprint of each split whose data have changed."""
+    here, there = ({"training": facts.get(DATA), **facts.get("splits", {})}
+                   for facts in (now, then))
+    for split in here:
+        if split in there and here[split] != there[split]:
+            yield split, there[split], here[split]
+
+
+def _changed_values(
+    now: Mapping[str, Any], then: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Name and line of each circumstance with another value."""
+    for name in VALUES:
+        if name in then and now.get(name) != then[name]:
+            yield name, f"{name.replace('_', ' ')} was {then[name]} and is {now.get(name)}"
+    here, there = now.get("packages", {}), then.get("packages", {})
+    for name in here:
+        if here[name] != there.get(name, here[name]):
+            yield name, f"{name} was {there[name]} and is {here[name]}"
 
 
 def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -261,7 +261,8 @@ class WorldConfig(Section, prefix="world."):
     timeout_s: float = setting(60.0, "ignored", "> 0 and <= 1e9")
     """Timeout of a collective in seconds; after it a rank counts as lost."""
     threads: int | Literal["auto"] = setting("auto", "may_change", ">= 1 and <= 1024")
-    """Compute threads per rank; auto: cores / ranks on this host. It changes the last bits."""
+    """Compute threads per rank; auto: OMP_NUM_THREADS, or cores / ranks on this host, and 1 for a
+    small model and for a canonical reduction. It changes the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,8 @@ class LaneIterator:
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place, self._ended = 0, mark.ended
         self._generators: list[Any] = []
-        self._holder: Any = None
+        self.stateful: Any = None
+        """The iterator or the source, whichever has a state_dict, which is then the position."""
         if mark.ended:
             return
         with self._named("opening"):
@@ -99,12 +100,12 @@ class LaneIterator:
                 source = source.lane(number, spec.lanes)
             self._generators = rng.find_generators(spec.dataset, source)
             self._iterator = iter(source)
-            self._holder = next((h for h in (self._iterator, source)
+            self.stateful = next((h for h in (self._iterator, source)
                                  if hasattr(h, "state_dict") and hasattr(h, "load_state_dict")),
                                 None)
-            if mark.state is not None and self._holder is not None:
-                self._holder.load_state_dict(mark.state)
-                if self._holder is not self._iterator:
+            if mark.state is not None and self.stateful is not None:
+                self.stateful.load_state_dict(mark.state)
+                if self.stateful is not self._iterator:
                     self._iterator = iter(source)  # a loaded state applies to the next iterator
                 self._place = mark.windows * spec.samples_per_window
         while self._place < windows * spec.samples_per_window and not self._ended:
@@ -130,11 +131,11 @@ class LaneIterator:
     def mark(self, windows: int) -> LanePosition:
         """The current position, after `windows` windows of the epoch."""
         state = None
-        if self._holder is not None and not self._ended:
+        if self.stateful is not None and not self._ended:
             with self._named("the state_dict of"):
                 # Converted through JSON: the form in which it is restored, and a copy that later
                 # reads don't change.
-                live = self._holder.state_dict()
+                live = self.stateful.state_dict()
                 if (key := _odd_key(live)) is not None:
                     raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
                                     "saved as JSON, which would restore the key as a string")
@@ -168,6 +169,14 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
     lanes = lanes if hasattr(dataset, "lane") else 1
     spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=count, seed=seed)
     return [sample for _, sample in LaneIterator(spec, number=0, epoch=0).take()]
+
+
+def stateful_iterator(dataset: Any, *, lanes: int, seed: int) -> Any:
+    """The object whose state_dict is the position in lane 0 of a new data set; None if samples are
+    read again from the start of an epoch."""
+    begin_epoch(dataset, 0, seed=seed)
+    spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=1, seed=seed)
+    return LaneIterator(spec, number=0, epoch=0).stateful
 
 
 def _odd_key(value: Any) -> Any:

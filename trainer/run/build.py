@@ -13,12 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import nn
 
-from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
@@ -44,7 +41,7 @@ from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
-from trainer.run import run_dir, startup_checks
+from trainer.run import circumstances, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
@@ -117,21 +114,26 @@ def _find_resumption(
     Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
+    doubts = startup_checks.check_stream(setup, context.log, config.seed)
     if found is None:
-        return setup, Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
-                          circumstances=_circumstances(context, setup),
-                          initial_weights=_initialize(context, setup))
+        report, more = _initialize(context, setup)
+        return setup, Resumption(
+            found=None, position=0, initial_weights=report,
+            decision=compatibility.ResumeDecision(reasons=(*doubts, *more)),
+            circumstances=circumstances.find(context, setup))
+    found = found.for_validation(setup.fingerprints["validation"])
     saved, then = found.state, found.state.circumstances
-    if config.world.threads == "auto" and "threads" in then and (
+    if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
-        world.use_threads(then["threads"])  # bits depend on their number
+        otherwise = f"{world.threads}" + f": {world.threads_reason}" * bool(world.threads_reason)
+        world.use_threads(then["threads"], f"as before; auto would be {otherwise}")
     check_fit(found, folder.store, setup.model, world)
     setup, where = carry_over(config, setup, found)
     setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
     setup.lengths.load_state_dict(saved.parts["horizon"])
-    now, position = _circumstances(context, setup), saved.progress.step
+    now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=saved.inexact)
+                                              before=[*saved.inexact, *doubts])
     context.status.move_to(position)
     if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)
@@ -155,26 +157,16 @@ def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | Non
     return found
 
 
-def _initialize(context: Context, setup: Setup) -> list[str]:
-    """Collective. Load the weights of --init, reported on by the result; check a new run."""
+def _initialize(context: Context, setup: Setup) -> tuple[list[str], list[str]]:
+    """Collective. Load the weights of --init and check a new run. Returns the report on these
+    weights, and why the run is only equivalent to another start."""
     config, world, report = context.config, context.world, list[str]()
     if config.init is not None:
         report = world.fail_together(partial(
             pretrained.load_initial_weights, setup.model, context.init,
             strict=config.init_strict == "on"))
-    startup_checks.check_weights(setup, world, context.log)
-    startup_checks.check_sample_reproducibility(setup, context.log, config.seed)
-    return report
-
-
-def _circumstances(context: Context, setup: Setup) -> dict[str, Any]:
-    """Facts besides the configuration on which bits depend."""
-    world = context.world
-    return {
-        "task": command_line.task_path(context.config.task), "data": setup.fingerprint,
-        "world_size": world.size, "threads": world.threads,
-        "device": run_dir.device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "numpy": np.__version__}
+    return report, [*startup_checks.check_weights(setup, world, context.log),
+                    *startup_checks.check_sample_reproducibility(setup, context.log, config.seed)]
 
 
 def _enter_folder(
@@ -188,10 +180,10 @@ def _enter_folder(
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
     folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
     # If configuration or task have changed, a failure at the same step is no repetition.
-    settings = command_line.to_toml(config).encode(errors="surrogateescape")
-    version = xxhash.xxh3_64(settings + task.source_code(config.task))
-    run_dir.begin(path, events, world, log, position=resumption.position,
-                  version=version.hexdigest(), max_same_step=config.restart.max_same_step)
+    version = circumstances.hash_json(
+        [command_line.to_toml(config), resumption.circumstances["code"]])
+    run_dir.begin(path, events, world, log, position=resumption.position, version=version,
+                  max_same_step=config.restart.max_same_step)
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group

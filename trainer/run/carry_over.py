@@ -28,7 +28,7 @@ def carry_over(
            "data.drop_last": config.data.drop_last, "batch.global_size": config.batch.global_size,
            "batch.micro_size": config.batch.micro_size}
     then, facts = {**now, **found.state.settings}, found.state.circumstances
-    other_data = facts.get("data") not in (None, setup.fingerprint)
+    other_data = facts.get("data") not in (None, setup.fingerprints["train"])
     if setup.plan.in_lanes:
         return setup, _in_stream(now, then, other_data=other_data)
     before = _plan_of(setup.plan, then, facts)

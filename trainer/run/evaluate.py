@@ -26,12 +26,9 @@ from trainer.distributed.partition import block
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.prepare import loader_workers
+from trainer.run.prepare import EVALUATION_REMEDY, loader_workers
 from trainer.task import Outcome, check_outcome, task_figures
 from trainer.telemetry.status import Phase
-
-REMEDY = ("correct it, or exclude it in dataset(): --data.on-error skip is for training samples "
-          "only, since scores over other samples are not comparable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +174,7 @@ class Evaluator:
         specs = [MicroBatchSpec(0, 0, n, True, tuple(indices[n * size:(n + 1) * size]))
                  for n in numbers]
         samples = KeyedSamples(self.dataset, seed=seed, collate=self._collate, augment=False,
-                               rank=rank, advice=REMEDY)
+                               rank=rank, advice=EVALUATION_REMEDY)
         yield from DataReader(samples, sampler=specs, workers=self._workers, prefetch=2,
                               device=device)
 

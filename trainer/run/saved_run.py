@@ -81,7 +81,9 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
         raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
     config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
-    threads = weights.threads if config.world.threads == "auto" else config.world.threads
+    threads = config.world.threads
+    if threads == "auto" and weights.threads is not None:
+        threads = weights.threads
     precision.set_determinism(config.numerics.deterministic == "on")
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_tf32(config.numerics.tf32 == "on")

@@ -23,12 +23,13 @@ def summary_lines(
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
-    threads = f"{world.threads} thread" + "s" * (world.threads > 1)
+    reason = f" ({world.threads_reason})" * bool(world.threads_reason)
+    threads = f"{world.threads} thread{'s' * (world.threads > 1)} each{reason}"
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
         f"data    {card['data']}: {samples}",
         f"batch   {batch_line(config, world.size, card)}",
-        f"device  {world.size} × {device_name(world.device)}, {threads} each",
+        f"device  {world.size} × {device_name(world.device)}, {threads}",
         f"look    tensorboard --logdir {display_path(path)}"]
 
 

@@ -14,7 +14,9 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
-                        "device": "cpu", "torch": "2.11.0"}
+                        "device": "cpu", "torch": "2.11.0", "python": "3.12",
+                        "splits": {"validation": "40 samples ab", "test": None},
+                        "packages": {"timm": "1.0"}, "code": {"mine.py": "a", "ops.py": "a"}}
 
 BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
@@ -120,11 +122,20 @@ def test_all_refused_changes_are_named_at_once_with_all_flags_that_accept_them()
     ("world_size", 3, "world size was 2 and is 3"),
     ("threads", 4, "threads was 1 and is 4"),
     ("device", "NVIDIA H100", "device was cpu and is NVIDIA H100"),
-    ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1")])
+    ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
+    ("python", "3.13", "python was 3.12 and is 3.13"),
+    ("packages", {"timm": "1.1", "added": "1"}, "timm was 1.0 and is 1.1"),
+    ("code", {"mine.py": "b", "ops.py": "b", "added.py": "b"}, "mine.py, ops.py")])
 def test_changed_circumstances_are_reported_and_not_exact(key, value, line):
     verdict = compare_settings(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 
-    assert verdict == ResumeDecision(changes=(line,), reasons=(line,))
+    assert verdict == ResumeDecision(
+        changes=(line,), reasons=(f"changed: {line}" if key == "code" else line,))
+
+
+def test_circumstances_that_an_older_checkpoint_lacks_are_not_compared():
+    then = {name: HERE[name] for name in ("task", "data", "world_size", "threads", "torch")}
+    assert compare_settings(parsed(), saved(), now=HERE, then=then) == ResumeDecision()
 
 
 def test_another_number_of_ranks_is_exact_with_the_canonical_reduction():
@@ -151,6 +162,17 @@ def test_other_data_or_another_task_are_refused_unless_accepted(key, accept):
     verdict = compare_settings(parsed("--accept", accept), saved(), now=now, then=HERE)
     assert verdict.label == "equivalent"
     assert "and is 'another'" in verdict.why
+
+
+@pytest.mark.parametrize(("split", "value"), [("validation", "40 samples cd"), ("test", "1 cd")])
+def test_every_split_of_the_data_must_be_accepted(split, value):
+    now = HERE | {"splits": HERE["splits"] | {split: value}}
+
+    with pytest.raises(ConfigError, match=rf"of the {split} data was .* and is '{value}'"):
+        compare_settings(parsed(), saved(), now=now, then=HERE)
+
+    why = compare_settings(parsed("--accept", "data"), saved(), now=now, then=HERE).why
+    assert ("begin anew" in why) is (split == "validation")
 
 
 # --- checkpoints of other versions

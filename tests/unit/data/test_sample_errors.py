@@ -187,6 +187,6 @@ def test_the_fingerprint_of_the_data_skips_bad_samples_if_the_run_does():
 
     world = World(LaunchInfo(), CPU, threads=torch.get_num_threads())
 
-    assert prepare(skip, world).fingerprint == prepare(skip, world).fingerprint
+    assert prepare(skip, world).fingerprints == prepare(skip, world).fingerprints
     with pytest.raises(SampleError, match=r"no picture in .*--data\.on-error skip"):
         prepare(stop, world)
