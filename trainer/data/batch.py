@@ -42,9 +42,9 @@ def tensors(batch: Any) -> Iterator[Tensor]:
     return (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
-def versions(batch: Any) -> list[tuple[int, int]]:
+def versions(batch: Any) -> dict[Tensor, int]:
     """A value that differs after a tensor was changed, added, removed or replaced."""
-    return [(id(tensor), torch_private.version(tensor)) for tensor in tensors(batch)]
+    return {tensor: torch_private.version(tensor) for tensor in tensors(batch)}
 
 
 def has_objects(batch: Any) -> bool:
