@@ -21,21 +21,22 @@ from trainer.distributed.torch_private import buffer_slots
 def forward_and_backward(model: nn.Module) -> Iterator[None]:
     """Context of a stand-in: synchronised batch norms count no samples, and all other buffers are
     put back."""
-    before = [(owner, key, buffer := owner[key], None if buffer is None else buffer.clone())
-              for module in model.modules() if not sync_batchnorm.is_synchronised(module)
-              for owner, key, _ in buffer_slots(module)]
+    slots = [(owner, key, owner[key])
+             for module in model.modules() if not sync_batchnorm.is_synchronised(module)
+             for owner, key, _ in buffer_slots(module)]
+    kept = [(buffer, buffer.clone()) for *_, buffer in slots if buffer is not None]
     try:
         with sync_batchnorm.without_samples():
             yield
     finally:
         with torch.no_grad():
-            for owner, key, buffer, kept in before:
+            for owner, key, buffer in slots:
                 if owner.get(key) is not buffer:
                     owner[key] = buffer
-                if buffer is not None:
-                    if buffer.shape != kept.shape:
-                        buffer.resize_(kept.shape)
-                    buffer.copy_(kept)
+            for buffer, before in kept:
+                if buffer.shape != before.shape:
+                    buffer.resize_(before.shape)
+                buffer.copy_(before)
 
 
 @contextlib.contextmanager
