@@ -265,6 +265,14 @@ def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size
     assert torch.equal(model(torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))
 
 
+def test_only_torchs_own_synchronised_layers_are_converted_where_others_stay_plain() -> None:
+    model, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cpu",
+                            plain=False)
+
+    assert number == 1
+    assert [type(module) for module in model] == [nn.BatchNorm1d, SyncBatchNorm]
+
+
 def test_on_cuda_torchs_class_is_used_and_keeps_the_dtype_of_an_empty_bf16_batch() -> None:
     whole, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cuda")
     model, _ = whole

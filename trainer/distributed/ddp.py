@@ -178,9 +178,8 @@ class Objective(nn.Module):
                 replaced: int = 0) -> Tensor:
         """Compute the scalar loss of a micro-batch; without `samples` it is a stand-in. Only the
         last one of a step carries this rank's requests: its backward reduces gradients and sums."""
-        is_last = requests_if_last is not None
-        # The buffers of a stand-in are put back, so those before it are checked.
-        nonfinite = self._nonfinite() if is_last and not samples else None
+        # A stand-in's buffers are put back, so those before it are checked.
+        before = self._nonfinite() if requests_if_last is not None and not samples else None
         outcome = self.loss(self.model, batch)
         if self._next_is_nan and samples:
             self._next_is_nan = False
@@ -191,8 +190,8 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             loss = loss * self._factor
         if requests_if_last is not None:
-            nonfinite = self._nonfinite() if samples else nonfinite
-            self.accumulator.set_requests(requests_if_last, nonfinite)
+            self.accumulator.set_requests(
+                requests_if_last, self._nonfinite() if samples else before)
             if self.stats_carrier is not None:
                 sums = _stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))

@@ -25,18 +25,21 @@ from trainer.errors import ConfigError
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,
-            process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
+            process_group: dist.ProcessGroup | None = None, *,
+            plain: bool = True) -> tuple[nn.Module, int]:
     """Convert the batch norms of `model` to synchronised ones, in place; return (model, their
     number).
 
     The modules stay the same objects, with their parameters, buffers and hooks. With `world_size` 1
     only `nn.SyncBatchNorm` modules on other devices than CUDA are converted, since they could not
-    train there. Subclasses that override `forward` are skipped.
+    train there. Subclasses that override `forward` are skipped, and without `plain` all batch norms
+    that aren't synchronised by torch's class.
     """
     on_cuda = device_type == "cuda"
     found = [m for m in model.modules() if isinstance(m, BatchNorm)
              and not isinstance(m, LazyModuleMixin)
              and type(m).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
+             and (plain or isinstance(m, nn.SyncBatchNorm))
              and (world_size > 1 or (isinstance(m, nn.SyncBatchNorm) and not on_cuda))]
     for module in found:
         group = process_group or getattr(module, "process_group", None)
