@@ -52,7 +52,7 @@ class TrainState:
     def _current_structure(self) -> dict[str, bool]:
         """Name of each of the model's tensors → whether it is trained."""
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
-        return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
+        return {name: tensor.data_ptr() in trained for name, tensor in model_tensors(self.model)}
 
     def set_part(self, name: str, part: Any) -> None:
         """Add a part, or replace it after a roll-back."""
@@ -62,7 +62,7 @@ class TrainState:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
         by file and name. Raises ConfigError as `check_structure`."""
         self.check_structure()
-        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        model, optimizer = dict(model_tensors(self.model)), self.optimizer_tensors()
         if self.ema is None:
             return {MODEL: model, OPTIMIZER: optimizer}
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
@@ -80,7 +80,7 @@ class TrainState:
 
     def export_weights(self) -> dict[str, Tensor]:
         """The weights for validation and export: the moving average if there is one."""
-        model = dict(_model_tensors(self.model))
+        model = dict(model_tensors(self.model))
         return model if self.ema is None else model | self.ema.averages()
 
     def facts(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
             "meter": self.meter.state_dict(),
-            "optimizer": self._optimizer_facts(),
+            "optimizer": self.optimizer_facts(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -118,7 +118,7 @@ class TrainState:
         self.load_model(tensors[MODEL])
         if self.ema is not None:
             self.ema.load(tensors.get(EMA), saved.ema)
-        groups = self._load_optimizer(tensors[OPTIMIZER], saved.optimizer)
+        groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer)
         self.progress.restore(saved.progress)
         self.best.restore(saved.best)
         self.meter.load_state_dict(saved.meter)
@@ -133,7 +133,7 @@ class TrainState:
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
         """Restore only parameters and buffers. Raises CheckpointDamaged as `load`."""
-        _copy_into(dict(_model_tensors(self.model)), tensors, "model")
+        copy_into(dict(model_tensors(self.model)), tensors, "model")
 
     def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
         """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
@@ -143,13 +143,13 @@ class TrainState:
     def names(self) -> dict[Tensor, str]:
         return {p: n for n, p in self.model.named_parameters()}
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
         names = self.names()
         return {f"{names[parameter]}|{key}": value
                 for parameter, entries in self.optimizer.state.items()
                 for key, value in entries.items() if isinstance(value, Tensor)}
 
-    def _optimizer_facts(self) -> dict[str, Any]:
+    def optimizer_facts(self) -> dict[str, Any]:
         names = self.names()
         groups = [{"names": [names[p] for p in group["params"]],
                    **{k: v for k, v in group.items()
@@ -160,7 +160,7 @@ class TrainState:
                   for parameter, entries in self.optimizer.state.items()}
         return {"groups": groups, "values": values}
 
-    def _load_optimizer(
+    def load_optimizer(
         self, tensors: dict[str, Tensor], facts: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Restore the optimizer. Returns the saved parameter group of each live group."""
@@ -175,10 +175,6 @@ class TrainState:
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
-            shape = parameters[parameter].shape
-            if value.dim() and value.shape != shape and value.numel() == shape.numel():
-                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)} in the "
-                                        f"checkpoint, the parameter has {tuple(shape)}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
         for name, entries in state.items():
@@ -204,11 +200,11 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in model.state_dict(keep_vars=False).items() if isinstance(t, Tensor)]
 
 
-def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
+def copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
     _same_names(set(saved), set(live), what)
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:

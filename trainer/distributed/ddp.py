@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -166,6 +167,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._nonfinite = False, nonfinite
+        self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
         dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
@@ -181,6 +183,8 @@ class Objective(nn.Module):
         # A stand-in's buffers are put back, so those before it are checked.
         before = self._nonfinite() if requests_if_last is not None and not samples else None
         outcome = self.loss(self.model, batch)
+        if self._look is not None:
+            self._look(outcome)
         if self._next_is_nan and samples:
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
@@ -199,6 +203,15 @@ class Objective(nn.Module):
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
+
+    @contextlib.contextmanager
+    def watched(self, look: Callable[[Outcome], None] | None) -> Iterator[None]:
+        """Call `look` with the outcome of each forward inside the context."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
 
     def inject_nan(self) -> None:
         """Make the next loss a NaN (fault injection)."""

@@ -1,4 +1,4 @@
-"""Exact evaluation: sharded without padding, with the same result for any number of ranks."""
+"""Exact evaluation: each sample counts once, with the same result for any number of ranks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
-from trainer.run.hidden_state import check_state_dict
+from trainer.run.proof import check_state_dict
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
@@ -77,7 +77,6 @@ class Setup:
 
 def prepare(config: Config[Any], world: World) -> Setup:
     """Build and check everything that does not need the run folder."""
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
