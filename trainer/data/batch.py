@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from trainer.distributed import torch_private
@@ -32,9 +33,22 @@ def copy_of(batch: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, _TRANSPARENT):
+        # The copy of a tensor with a graph would belong to the graph.
+        return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+    with _CloneInDeepcopy():
         return copy.deepcopy(leaf)
-    return leaf if leaf.requires_grad else leaf.clone()  # a copy would belong to the graph
+
+
+class _CloneInDeepcopy(TorchFunctionMode):
+    """Context in which `deepcopy` clones tensors. By itself it refuses those with a graph, and
+    copies of a view all of the storage, such as that of a whole data set."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                           ) -> Any:  # fmt: skip
+        if function is Tensor.__deepcopy__:
+            return _copied(args[0])
+        return function(*args, **kwargs or {})
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:

@@ -134,7 +134,7 @@ def test_a_change_of_a_batch_shows_in_its_versions(change):
 def test_a_copy_shares_no_memory_and_keeps_graphs():
     leaf = torch.ones(2, requires_grad=True)
     given = {"x": torch.ones(2, 2).t(), "y": np.ones(2), "leaf": leaf, "grown": leaf * 2,
-             "graph": Graph(torch.ones(2))}
+             "graph": Graph(torch.ones(1000)[:2]), "own": Graph(leaf * 2)}
 
     own = batch.copy_of(given)
 
@@ -145,3 +145,5 @@ def test_a_copy_shares_no_memory_and_keeps_graphs():
     assert own["y"].sum() == own["graph"].x.sum() == 2
     assert own["leaf"] is leaf
     assert own["grown"] is given["grown"]
+    assert own["own"].x is given["own"].x
+    assert own["graph"].x.untyped_storage().nbytes() == 8, "not that of the whole storage"
