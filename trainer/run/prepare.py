@@ -43,6 +43,11 @@ class Intervals:
     verify: int
 
 
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
+    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a run trains, before its folder is touched."""
@@ -122,6 +127,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
+        "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
         "fingerprint": fingerprint,
     }
