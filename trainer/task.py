@@ -68,7 +68,7 @@ class Outcome:
         total: scalar tensor with a graph: the loss *summed* over the elements that `count` counts;
             or a dict of named losses, whose sum is minimised and which are logged separately.
         count: denominator of the mean (samples, tokens, a sum of weights): number or scalar
-            tensor, 0 for a micro-batch of 0 samples.
+            tensor.
         metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
         table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
             ignored in training.
@@ -195,7 +195,7 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
-        """Sums over one micro-batch, also of 0 samples; `model.training` is False in evaluation."""
+        """Sums over one micro-batch; `model.training` is False in evaluation."""
         ...
 
 

@@ -39,15 +39,6 @@ def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size,
     assert failures == {r: r != rank for r in range(size)}
 
 
-def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(ranks, tmp_path):
-    codes, said = run(ranks, 3, tmp_path / "run", "--task.how=empty")
-
-    assert codes == [1] * 3
-    (failure,) = {e["why"] for e in events(tmp_path / "run", "failure", echo=False)}
-    assert "ValueError: nothing to reshape; this was a micro-batch of 0 samples" in failure
-    assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
-
-
 @pytest.mark.parametrize(("how", "told", "kept"), [
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
     ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),

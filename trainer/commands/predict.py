@@ -90,16 +90,15 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
     rows: list[dict[str, Tensor]] = []
     left_out: dict[str, str] = {}
     for micro in evaluator.every_batch():
-        if micro.samples:
-            batch = to_device(micro.batch, reader.world.device)
-            with reader.evaluating(micro.spec.number):
-                output = predict(reader.model, batch) if predict else record_first_call(
-                    reader.model, reader.task.loss, batch).output
-            found, others = _sort_out(output, micro.samples)
-            if others and (predict or not found):
-                _refuse("predict()" if predict else "the model", others, micro.samples)
-            rows.append(found)
-            left_out |= others
+        batch = to_device(micro.batch, reader.world.device)
+        with reader.evaluating(micro.spec.number):
+            output = predict(reader.model, batch) if predict else record_first_call(
+                reader.model, reader.task.loss, batch).output
+        found, others = _sort_out(output, micro.samples)
+        if others and (predict or not found):
+            _refuse("predict()" if predict else "the model", others, micro.samples)
+        rows.append(found)
+        left_out |= others
     if not rows:
         raise ConfigError(f"--split {name}: the stream has no samples.")
     written = set(rows[0]).intersection(*rows)

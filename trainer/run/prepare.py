@@ -109,9 +109,10 @@ def prepare(config: Config[Any], world: World) -> Setup:
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)
-    elif config.parallel.sync_bn != "off":
-        model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
-    sync_batchnorm.guard_plain(model)
+    else:
+        model, synced = sync_batchnorm.convert(
+            model, world.size, world.device.type, world.group,
+            plain=config.parallel.sync_bn != "off")
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
