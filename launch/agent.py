@@ -141,6 +141,7 @@ class HotAgent(api.SimpleElasticAgent):
         self._send_due()
 
     def _begin_escalation(self, term_s: float, kill_s: float) -> None:
+        self._ranks.signal(signal.SIGCONT)  # a stopped rank (SIGSTOP) could neither save nor exit
         now_s = time.monotonic()
         self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 

@@ -7,13 +7,14 @@ if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.errors import ConfigError
     from trainer.task import Outcome, Task
+    from trainer.tasks import losses
 
-__all__ = ["Config", "ConfigError", "Outcome", "Task", "Trained", "train"]
+__all__ = ["Config", "ConfigError", "Outcome", "Task", "Trained", "losses", "train"]
 
 _HOMES = {
     "Config": "trainer.config.schema", "ConfigError": "trainer.errors", "Outcome": "trainer.task",
     "Task": "trainer.task", "Trained": "trainer.commands.library",
-    "train": "trainer.commands.library",
+    "losses": "trainer.tasks.losses", "train": "trainer.commands.library",
 }  # fmt: skip
 
 
@@ -22,5 +23,6 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        home = import_module(_HOMES[name])
+        return getattr(home, name, home)  # the loss module is an entry itself
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")

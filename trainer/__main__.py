@@ -6,11 +6,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
-from trainer.resilience.preflight import check_current_folder
+from trainer.resilience.preflight import check_current_folder, use_utf8
 from trainer.resilience.stop_signals import attend
 from trainer.telemetry.std_streams import fill_descriptors, quiet_broken_pipe, say
 
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:  # not for ranks of `python -m launch`, which may outlive it
-            check_current_folder()
+            check_current_folder("trainer")
+            use_utf8()
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module
 
@@ -81,7 +82,7 @@ def preload(argv: Sequence[str]) -> int:
     import trainer.run.warmup  # noqa: F401
     from trainer.commands.train import show_cause
     from trainer.config import command_line
-    from trainer.run import run_dir
+    from trainer.run import circumstances, run_dir
     from trainer.run.prepare import bind_seed
     from trainer.telemetry.events import Log
 
@@ -95,14 +96,20 @@ def preload(argv: Sequence[str]) -> int:
         Log().error(str(error))
         return error.exit_code
     run_dir.package_versions()
+    circumstances.loaded_code()
     _PRELOADED[tuple(argv)] = config
     return 0
 
 
-if __name__ == "__main__":
+def trainer_command() -> NoReturn:
+    """`python -m trainer`, and the command `trainer`: the whole process."""
     code = main()
     say("", sys.stdout)
     say("", sys.stderr)
     if code:  # all is on disk; the interpreter's shutdown takes seconds, and a thread of the task
         os._exit(code)  # may block it for ever
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    trainer_command()

@@ -8,12 +8,12 @@ import difflib
 import enum
 import importlib
 import inspect
-import marshal
 import math
 import os
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -68,7 +68,7 @@ class Outcome:
         total: scalar tensor with a graph: the loss *summed* over the elements that `count` counts;
             or a dict of named losses, whose sum is minimised and which are logged separately.
         count: denominator of the mean (samples, tokens, a sum of weights): number or scalar
-            tensor, 0 for a micro-batch of 0 samples.
+            tensor.
         metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
         table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
             ignored in training.
@@ -79,6 +79,24 @@ class Outcome:
     metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
         default_factory=dict)
     table: Tensor | None = None
+
+
+_IS_FIRST_BATCH = ContextVar("is_first_batch", default=False)
+
+
+@contextlib.contextmanager
+def first_batch() -> Iterator[None]:
+    """Context of the first loss of a run: the losses of `trainer.tasks.losses` check their
+    arguments in it."""
+    token = _IS_FIRST_BATCH.set(True)
+    try:
+        yield
+    finally:
+        _IS_FIRST_BATCH.reset(token)
+
+
+def is_first_batch() -> bool:
+    return _IS_FIRST_BATCH.get()
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
@@ -144,8 +162,8 @@ class Task(Protocol):
     - `collate(samples) -> batch` stacks a list of samples into a batch; it must accept a single
       sample. Default: torch's `default_collate`, extended to dataclasses.
     - `predict(model, batch)` returns what `trainer predict` writes for each sample.
-    - `fingerprint() -> str` identifies the data set. Default: its length and the content of 16
-      keyed samples.
+    - `fingerprint() -> str` identifies the training data. Default, as of the other splits: length
+      and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
@@ -177,7 +195,7 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
-        """Sums over one micro-batch, also of 0 samples; `model.training` is False in evaluation."""
+        """Sums over one micro-batch; `model.training` is False in evaluation."""
         ...
 
 
@@ -283,16 +301,6 @@ def _described(value: Any) -> str:
         sizes = "x".join(map(str, value.shape))
         return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {sizes}".strip()
     return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-def source_code(task: Any) -> bytes:
-    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
-    kind = type(getattr(task, "given", task))
-    try:
-        return Path(inspect.getfile(kind)).read_bytes()
-    except (OSError, TypeError):
-        return b"".join(marshal.dumps(f.__code__) for f in vars(kind).values()
-                        if inspect.isfunction(f))
 
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -69,6 +69,10 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
                       "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
                       "--inject=kill:rank=1:step=15:phase=forward", task="failing_task:Failing",
                       limit=20),
+        "stopped survivor": start(
+            folder / "survivor.run", "--inject=stop:rank=0:step=13:phase=forward",
+            "--inject=slow:rank=1:step=13:phase=forward",
+            "--inject=kill:rank=1:step=13:phase=backward", limit=30),
         "alone": start(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": start(folder / "straight-alone.run", size=1),
     }
@@ -163,6 +167,17 @@ def test_a_survivor_saves_and_exits_during_a_long_computation(launches: dict[str
     assert "leaving in place of the main thread" in output
     assert max(e["time"] for e in launch.events("start")) - death["time"] < 20
     assert inspect(launch.run)["attempts"][1]["start_step"] >= death["at_step"] - 1
+    check_same_bits(launches["straight"], launch)
+
+
+@pytest.mark.timeout(600)
+def test_a_survivor_that_is_stopped_is_continued_to_save(launches: dict[str, Launch]) -> None:
+    launch = launches["stopped survivor"]
+    launch.end()
+
+    _, _, death = launch.events("fault")
+    assert max(e["time"] for e in launch.events("start")) - death["time"] < 20
+    assert inspect(launch.run)["attempts"][1]["start_step"] == 12
     check_same_bits(launches["straight"], launch)
 
 

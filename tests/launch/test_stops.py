@@ -250,10 +250,12 @@ def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(
     assert (first, second) == (75, 130), log(run)
 
 
-def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(start, tmp_path):
+@pytest.mark.parametrize(("what", "name"), [
+    ("THREAD", "upload"), ("PROCESS", r"packing \(pid \d+\)")])
+def test_what_delays_the_exit_is_named_and_a_stop_ends_the_wait(start, tmp_path, what, name):
     run, arguments = tmp_path / "run", ["--steps=2", "--stop.grace-s=0.2"]
 
-    code, took_s = start(run, 1, arguments, Stop(when="waits for threads.*: upload;"), THREAD=80)
+    code, took_s = start(run, 1, arguments, Stop(when=f"waits for.*: {name};"), **{what: 80})
 
     assert code == 0, log(run)
     assert took_s < 40

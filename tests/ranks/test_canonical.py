@@ -128,7 +128,7 @@ def test_a_changed_non_persistent_buffer_is_named(ranks, tmp_path, capfd):
 
 def test_a_start_at_a_window_with_fewer_micro_batches_than_ranks(ranks, undisturbed, tmp_path):
     # Of 13 samples: windows of 4 and 3 micro-batches.
-    arguments = [*UNFIT, "--task.way=skips", "--epochs=2"]
+    arguments = [*UNFIT, "--task.way=assigns", "--epochs=2"]
 
     until_done(ranks, [1, 4], tmp_path / "changed", *arguments, "--inject=term:step=1")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
-from runs import TAPE, events, train
+from runs import TAPE, events, summary, train
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.commands.compare import differences
@@ -36,15 +37,6 @@ def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size,
     assert last.endswith(" in _fail)")
     failures = {e["rank"]: e["echo"] for e in events(tmp_path / "run", "failure")}
     assert failures == {r: r != rank for r in range(size)}
-
-
-def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(ranks, tmp_path):
-    codes, said = run(ranks, 3, tmp_path / "run", "--task.how=empty")
-
-    assert codes == [1] * 3
-    (failure,) = {e["why"] for e in events(tmp_path / "run", "failure", echo=False)}
-    assert "ValueError: nothing to reshape; this was a micro-batch of 0 samples" in failure
-    assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
 
 
 @pytest.mark.parametrize(("how", "told", "kept"), [
@@ -88,7 +80,7 @@ def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(r
     assert re.search("error: out of memory, in phase forward, with micro-batches of 2.*\n"
                      "  1. a smaller micro-batch at .*: --batch.micro-size 1 --accept.*\n"
                      "  2. mixed precision: --precision.dtype bf16.*\n"
-                     "  3. activation checkpointing: torch.utils.checkpoint.checkpoint.*\n.*"
+                     "  3. activation checkpointing: --precision.recompute-every 1 .*\n.*"
                      r"error: rank 1, step 12 \(forward\), attempt 0: RuntimeError: .*\n$", said[1])
     [failure] = events(tmp_path / "run", "failure", echo=False)
     [lost] = events(tmp_path / "run", "lost-peer")
@@ -124,3 +116,37 @@ def test_a_start_tells_of_lines_that_no_checkpoint_holds(ranks, tmp_path):
     assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
     assert lost["last"] in (5, 10, 15)  # of the newest save that was whole before the last
     assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
+
+
+def test_a_collective_in_the_loss_that_not_all_ranks_call_is_named(ranks, tmp_path):
+    codes, said = run(ranks, 2, tmp_path / "run", "--task.how=gather", "--task.validation=6",
+                      "--eval.every=2", "--eval.batch-size=2", "--watchdog.limit-s=1")
+
+    assert codes == [1, 1]
+    (hang,) = events(tmp_path / "run", "hang")
+    assert re.match(r"all ranks wait for each other: rank \d in all_gather \(tests/support/"
+                    r"failing_task.py:\d+ in gather\), .*sums and counts", hang["why"])
+    assert any("hang: all ranks wait" in text for text in said)
+
+
+def on_a_slow_disk(*arguments: str) -> int:
+    """In a rank: train where a save takes longer than a rank may wait in a step."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.2)
+        fsync(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+    return train(*arguments, "--world.timeout-s=1")
+
+
+def test_a_save_that_is_due_while_the_one_before_is_written_costs_no_attempt(ranks, tmp_path):
+    arguments = [*TAPE, "--task.validation=6", "--steps=4", "--checkpoint.every=2",
+                 "--eval.every=1", "--optim.lr=0.02", f"--run-dir={tmp_path / 'run'}"]
+
+    assert ranks(2, on_a_slow_disk, *arguments, group=False) == [0, 0]
+
+    kinds = {found["kind"] for found in inspect(tmp_path / "run")["checkpoints"]}
+    assert kinds == {"best"}
+    assert summary(tmp_path / "run")["save_waits"] > 0

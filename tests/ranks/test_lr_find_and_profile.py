@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from runs import run
@@ -32,9 +33,12 @@ def test_a_loss_that_never_falls_gives_no_suggestion():
 
 
 def within(folder: str, *arguments: str) -> int:
-    """In a rank: run a command in a folder."""
+    """In a rank: run a command in a folder; it leaves no file of its temporary run open."""
     os.chdir(folder)
-    return main([*arguments, "--task.points=300", "--world.threads=1", "--device=cpu"])
+    code = main([*arguments, "--task.points=300", "--world.threads=1", "--device=cpu"])
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [name for name in opened if "/trainer-" in name]
+    return code
 
 
 def test_lr_find_prints_a_table_and_a_suggestion_and_leaves_the_run_unchanged(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TAPE, steps, until_done
@@ -96,7 +100,8 @@ def test_differences_between_runs_are_highlighted(run, copy, tmp_path):
 
     assert '<tr class="differs"><td>seed</td><td>0</td><td>7</td>' in page.html
     assert page.html.count('class="differs"') == 1
-    assert "night · copy" in page.text
+    assert "2 runs" in page.text
+    assert page.text.index("night") < page.text.index("copy")
 
 
 def test_the_texts_of_a_run_are_escaped(copy, tmp_path):
@@ -144,6 +149,40 @@ def test_inspect_prints_the_same_as_text_and_as_json(run, capsys):
     assert (shown["next"], shown["does"]) == ("exact", "nothing to do: the run is complete")
     assert "step 40, finished" in text
     assert f"{shown['goodput']['useful'] / shown['wall_s']:.1%}" in text
+
+
+def rewrite_events(run: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    lines = map(change, read_events(run / "events.jsonl"))
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line))
+
+
+def test_a_clock_that_is_set_back_hides_no_end(copy):
+    rewrite_events(copy, lambda e: e | {"time": e["time"] - 9000 * (e["attempt"] == 2)
+                                        - 9000 * (e["event"] in ("end", "stop", "failure"))})
+
+    assert [a["end"] for a in inspect.inspect(copy)["attempts"]] == [
+        "failure", "stopped", "finished"]
+
+
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_the_attempt_that_holds_the_lock_is_running_and_not_dead(copy, is_owner):
+    rewrite_events(copy, lambda e: None if e["event"] == "end" else e)
+    for name in ("summary.json", "lock"):
+        (copy / name).unlink()
+    nonce = read_events(copy / "events.jsonl")[-1]["nonce"] if is_owner else "of the next one"
+    code = ("import pathlib, sys; from trainer.storage.locks import RunLock\n"
+            "RunLock(pathlib.Path(sys.argv[1]), sys.argv[2]).take(); print(flush=True); input()")
+
+    with subprocess.Popen([sys.executable, "-c", code, str(copy / "lock"), nonce], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == "\n"
+        shown, page = inspect.inspect(copy), summary(history.read_history(copy))["state"]
+        owner.communicate("\n")
+
+    expected = "running" if is_owner else "died"
+    assert shown["running"]
+    assert (shown["attempts"][-1]["end"], page) == (expected, expected)
+    assert inspect.inspect(copy)["attempts"][-1]["end"] == "died"
 
 
 def tear_all(run: Path) -> None:

@@ -18,6 +18,7 @@ from runs import (
     codes,
     events,
     flip_a_bit,
+    impatient,
     run,
     state,
     steps,
@@ -30,8 +31,11 @@ from runs import (
 from trainer.checkpoint.progress import LossMeter
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.commands.report.figures import summary as figures
+from trainer.commands.report.history import read_history
 from trainer.distributed.comm_timer import DeviceInterval
 from trainer.optim import ema
+from trainer.run.run_dir import closing_lines
 
 NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
 EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
@@ -304,7 +308,11 @@ def test_patience_is_kept_over_restarts(ranks, undisturbed, tmp_path):
     assert len(values) == 1 + 3
     assert len(steps(straight)) == 2 * 4
     assert not list(differences(straight, stopped))
+    early = ", 52 steps before the planned end: stopped early by --eval.patience"
     assert summary(stopped)["stopped_early"]
+    assert closing_lines(summary(stopped), "")[0] == f"finished at step 8{early}"
+    assert inspect(stopped)["early_end"] == early
+    assert figures(read_history(stopped))["state"] == f"finished{early}"
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -331,10 +339,28 @@ def test_a_step_that_outlasts_the_grace_is_left_and_its_boundary_saved(
 ])  # fmt: skip
 def test_a_save_at_an_early_end(ranks, tmp_path, faults, ends, step):
     ended = codes(ranks, 2, *SHORT, *(f"--inject={fault}" for fault in faults),
-                  "--world.timeout-s=5", f"--run-dir={tmp_path / 'run'}")
+                  "--world.timeout-s=5", f"--run-dir={tmp_path / 'run'}", function=impatient)
 
     assert ended == ends
     assert inspect(tmp_path / "run")["step"] == step
+
+
+@pytest.mark.parametrize("size", [0, 100, None])
+def test_a_lost_or_cut_product_is_made_again_by_the_same_command(
+    ranks, undisturbed, tmp_path, size
+):
+    folder = Path(shutil.copytree(undisturbed(2, *SHORT), tmp_path / "run"))
+    product, results = folder / "model.safetensors", (folder / "summary.json").read_text()
+    whole = product.read_bytes()
+    product.write_bytes(whole[:size or 0])
+    if size is None:
+        product.unlink()
+
+    run(ranks, 2, folder, *SHORT)
+
+    assert product.read_bytes() == whole
+    again, before = summary(folder), json.loads(results)
+    assert [again[key] for key in ("best", "test")] == [before[key] for key in ("best", "test")]
 
 
 def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):

@@ -116,6 +116,8 @@ def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
 
     run(ranks, 1, tmp_path / "run", *arguments, **fields)
 
+    assert "the state_dict of LaneIterator, which is not verified" in state(
+        tmp_path / "run", 8)["inexact"][0]
     read = [index for _, index in map(json.loads, log.read_text().splitlines())]
     fingerprint, read = read[:16], read[16:]
     assert fingerprint == list(range(16))

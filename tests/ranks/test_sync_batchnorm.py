@@ -12,12 +12,8 @@ import torch.distributed as dist
 from harness import Ranks
 from torch import Tensor, nn
 
-from trainer.distributed.sync_batchnorm import (
-    CudaSyncBatchNorm,
-    SyncBatchNorm,
-    convert,
-    guard_plain,
-)
+from trainer.distributed import stand_in
+from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm, convert
 
 CHANNELS = 5
 DOUBLE = torch.float64
@@ -83,17 +79,13 @@ CASES: dict[str, tuple[nn.Module, Tensor, float]] = {
 """Module, samples, tolerance relative to the largest value."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_unequal_shares_equal_one_process(ranks: Ranks, case: str) -> None:
+def assert_equal_shares(results: Sequence[dict[str, Any]], case: str) -> None:
+    """Together, the ranks' results are those of one process with all samples."""
     module, x, tolerance = CASES[case]
-    expected = train(copy.deepcopy(module), x)
-
-    results = ranks(3, train_share, module, x.split([0, 1, 3]))
-
-    for name, value in expected.items():
+    for name, value in train(copy.deepcopy(module), x).items():
         parts = [result[name] for result in results]
         if value is None:
-            assert parts == [None] * 3
+            assert parts == [None] * len(parts)
             continue
         if name in ("output", "input.grad"):
             actual = torch.cat(parts)
@@ -104,9 +96,42 @@ def test_unequal_shares_equal_one_process(ranks: Ranks, case: str) -> None:
             actual = parts[0]
         scale = max(1.0, float(value.abs().max()))
         torch.testing.assert_close(actual, value, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unequal_shares_equal_one_process(ranks: Ranks, case: str) -> None:
+    module, x, _ = CASES[case]
+
+    results = ranks(3, train_share, module, x.split([0, 1, 3]))
+
+    assert_equal_shares(results, case)
     if case == "channels-last":
         for result in results:
             assert result["output"].is_contiguous(memory_format=torch.channels_last)
+
+
+def train_beside_a_stand_in(module: nn.Module, shares: Sequence[Tensor]) -> dict[str, Any]:
+    if dist.get_rank() != 1:
+        return train_share(module, shares)
+    convert(module, dist.get_world_size(), "cpu")
+    with stand_in.forward_and_backward(module), stand_in.zero_gradients(module.parameters()):
+        result = train(module, shares[1])
+    for name in ("output", "input.grad"):
+        assert result[name].shape == shares[1].shape
+        result[name] = result[name][:0]
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("content", [100.0, torch.nan])
+def test_a_stand_in_takes_part_without_any_effect(
+        ranks: Ranks, case: str, content: float) -> None:
+    module, x, _ = CASES[case]
+    one, other = x.split([1, 3])
+
+    results = ranks(3, train_beside_a_stand_in, module, [one, x[:2] * 0 + content, other])
+
+    assert_equal_shares(results, case)
 
 
 def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
@@ -240,6 +265,14 @@ def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size
     assert torch.equal(model(torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))
 
 
+def test_only_torchs_own_synchronised_layers_are_converted_where_others_stay_plain() -> None:
+    model, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cpu",
+                            plain=False)
+
+    assert number == 1
+    assert [type(module) for module in model] == [nn.BatchNorm1d, SyncBatchNorm]
+
+
 def test_on_cuda_torchs_class_is_used_and_keeps_the_dtype_of_an_empty_bf16_batch() -> None:
     whole, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cuda")
     model, _ = whole
@@ -252,28 +285,3 @@ def test_on_cuda_torchs_class_is_used_and_keeps_the_dtype_of_an_empty_bf16_batch
     y.sum().backward()
 
     assert (y.shape, y.dtype, x.grad.dtype) == ((0, 3), torch.bfloat16, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("kind", "momentum"), [("flat", None), ("1d", 0.1), ("3d", 0.1)])
-def test_a_guarded_plain_layer_is_not_changed_by_an_empty_batch(
-        kind: str, momentum: float | None) -> None:
-    module = layer(kind, momentum=momentum)
-    before = copy.deepcopy(module)
-    guard_plain(module)
-    guard_plain(module)
-
-    result = train(module, samples(0, kind))
-
-    assert_unmoved(result, before)
-    assert result["output"].shape == samples(0, kind).shape
-    module(samples(4, kind))
-    assert int(module.num_batches_tracked) == 1
-
-
-def test_the_guard_skips_synchronised_layers_and_those_without_statistics() -> None:
-    model = nn.Sequential(convert(nn.BatchNorm2d(3), 2, "cpu")[0],
-                          nn.BatchNorm2d(3, track_running_stats=False), nn.BatchNorm2d(3).eval())
-
-    guard_plain(model)
-    assert model(torch.empty(0, 3, 2, 2)).shape == (0, 3, 2, 2)
-    assert int(model[2].num_batches_tracked) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tape_task import Indexed, Tape
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
@@ -25,6 +27,19 @@ FORWARDS = [0]
 def wait(what: str) -> None:
     """Sleep for the seconds in an environment variable."""
     time.sleep(float(os.environ.get(f"SLOW_{what}_S", "0")))
+
+
+def gather(own: torch.Tensor) -> list[torch.Tensor]:
+    """A collective of the user's."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return every
+
+
+def outlast_rank(parent: int) -> None:
+    """End after the rank that has started this process."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
 
 
 class Fragile(Indexed):
@@ -50,7 +65,8 @@ class Failing(Tape):
     of step 12, on rank 0; 92 on rank 1 of 2. It fails only in training.
 
     Without an effect on the results, seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S and
-    SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread).
+    SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread). With SLOW_PROCESS_S
+    there is an extra process, which doesn't end before the rank.
 
     Args:
         at: sample in whose loss it fails.
@@ -85,16 +101,19 @@ class Failing(Tape):
     def dataset(self, split: str) -> Dataset | None:
         if split == "train":
             threading.Thread(target=wait, args=("THREAD",), name="upload").start()
+            if "SLOW_PROCESS_S" in os.environ:
+                multiprocessing.get_context("fork").Process(
+                    target=outlast_rank, args=(os.getpid(),), name="packing").start()
         count = self.samples if split == "train" else self.validation
         return Fragile(self, count, split) if count else None
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        if self.how == "empty" and not len(batch["index"]):
-            raise ValueError("nothing to reshape")
         if model.training:
             self._delay()
         else:
             time.sleep(self.validation_s)
+            if self.how == "gather":
+                gather(batch["index"])
         outcome = super().loss(model, batch)
         if model.training and self.at in batch["index"].tolist():
             self._fail()

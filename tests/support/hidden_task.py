@@ -42,8 +42,6 @@ class Net(nn.Module):
             self.register_buffer("passing", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "skips" and not len(x):
-            return self.head(x)
         h = self.body(x)
         if not self.training:
             return self.head(h)

@@ -75,7 +75,7 @@ class Launch:
 
     def pids(self) -> list[int]:
         """Pids of the launcher and of its descendants: fork server, ranks, their loader workers."""
-        found, marker = [], f"--run-dir={self.run}".encode()
+        found, marker = [], os.fsencode(f"--run-dir={self.run}")
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if marker in (entry / "cmdline").read_bytes().split(b"\0"):

@@ -13,7 +13,7 @@ from trainer import Outcome
 
 
 class Centred(nn.Module):
-    """A model with a running mean of its inputs, which becomes NaN with 0 samples."""
+    """A model with a running mean of its inputs."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()

@@ -66,6 +66,36 @@ class Small:
         return {"f1": macro("f1")}
 
 
+@dataclasses.dataclass
+class Answer:
+    """The output of a model as libraries return it: with a scalar and with an object."""
+
+    logits: Tensor
+    mean: Tensor
+    cache: object
+    states: tuple[Tensor, ...]
+
+
+class Answering(Net):
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        answer = Answer(logits, logits.mean(), object(), (logits + 1,))
+        return answer if self.drift else vars(answer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers(Small):
+    """The same weights and data with a model that returns a dataclass, or with `drift` 0 a dict."""
+
+    def model(self) -> nn.Module:
+        return Answering(self.drift)
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        answer = model(batch[0])
+        logits = answer["logits"] if isinstance(answer, dict) else answer.logits
+        return Outcome(*losses.named("cross-entropy")(logits, batch[1]))
+
+
 class Classifier(nn.Sequential):
     """A model of grey images, for --task.model."""
 

@@ -124,5 +124,5 @@ def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, in
     for start in range(0, len(tapes[0]), count):
         lines = [line for lines in tapes for line in lines[start : start + count]]
         found.append([(epoch, index, tuple(drawn)) for line in lines for epoch, index, drawn in zip(
-            line["epochs"], line["ids"], line["draws"], strict=True)])
+            line["epochs"], line["ids"], line["draws"], strict=True) if line["counts"]])
     return found

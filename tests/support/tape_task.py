@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from trainer import Outcome
+from trainer.distributed import sync_batchnorm
 
 
 def draws(data: Any) -> Tensor:
@@ -67,7 +68,8 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """Regression on numbered samples; each rank appends one line per micro-batch to its tape."""
+    """Regression on numbered samples; each rank appends one line per micro-batch to its tape, also
+    for a stand-in."""
 
     tape: str = ""
     samples: int = 20
@@ -90,7 +92,8 @@ class Tape:
         predicted = model(batch["x"])
         error = (predicted - batch["y"]).square()
         if self.tape:
-            line = {"training": model.training, "ids": batch["index"].tolist(),
+            line = {"training": model.training, "counts": sync_batchnorm._has_samples,
+                    "ids": batch["index"].tolist(),
                     "epochs": batch["epoch"].tolist(), "draws": batch["draws"].tolist(),
                     "mask": drop.tolist(), "random": [random.random(), float(np.random.rand())]}
             with open(f"{self.tape}-{os.environ.get('RANK', '0')}.jsonl", "a") as file:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.storage import tensorfile
+from trainer.storage import files, tensorfile
 from trainer.storage.layout import MODEL, STATE
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
@@ -130,10 +131,11 @@ class Checkpointer:
 
     @property
     def has_unreported_save(self) -> bool:
-        """Whether the last save is complete, and the other ranks don't know this yet."""
+        """Whether the last save is complete, and the other ranks don't know this yet. They also
+        learn from it that the next save doesn't have to wait for the writer."""
         if self._started == self._confirmed or not self._world.is_main or self._job is None:
             return False
-        return self._job.is_published and self._job.error is None
+        return self._job.is_published and self._job.error is None and self.in_flight is None
 
     @property
     def in_flight(self) -> int | None:
@@ -163,21 +165,30 @@ class Checkpointer:
         boundary = (progress.step, progress.validated)
         # A stop or a survivor may have saved this step before its validation was complete.
         if boundary != self._started:
-            self.finish_pending()
+            if self._started == self._confirmed and not self._world.has_nodes:
+                self._finish_previous(kind)
+            else:  # it may take longer than a rank may wait in a step
+                self._world.fail_together(partial(self._finish_previous, kind))
             self._started, self._started_kind = boundary, kind
             self._state.share()
             self._start()
         self.blocked_s += time.monotonic() - self._started_s
 
-    def _start(self) -> None:
-        """Copy the state and start writing it, after best weights whose save has failed."""
-        is_best, writes = self._started_kind == "best", self._world.writes_run_dir
-        if writes and not is_best and self._unconfirmed_best is not None:
+    def _finish_previous(self, kind: str) -> None:
+        """Wait for the last save, and before one of this kind repeat a failed one of best weights.
+        """
+        self.finish_pending()
+        self._repeat_best(kind)
+
+    def _repeat_best(self, kind: str) -> None:
+        if self._world.writes_run_dir and kind != "best" and self._unconfirmed_best is not None:
             self._submit(self._unconfirmed_best)  # the next copy overwrites its tensors
             self.finish_pending()
-            if self._unconfirmed_best is not None:
-                return
-        if not (writes or is_best):
+
+    def _start(self) -> None:
+        """Copy the state and start writing it, unless best weights have to be saved before."""
+        is_best, writes = self._started_kind == "best", self._world.writes_run_dir
+        if not is_best and (not writes or self._unconfirmed_best is not None):
             return
         has_copy = writes or self._world.rank == 1
         copy = self._snapshot.take(self._state.tensors()) if has_copy else {}
@@ -188,8 +199,9 @@ class Checkpointer:
             self._submit(job)
 
     def settle(self) -> None:
-        """Collective. Wait until the last save is durable; if it failed, save once more. Raises
-        OSError or RuntimeError on all ranks if it failed again."""
+        """Collective. Wait until the last save is durable; if it failed, save again, on a full disk
+        for up to `files.DISK_FULL_WAIT_S`. Raises OSError or RuntimeError on all ranks if that has
+        failed too."""
         self._world.fail_together(self._finish_or_retry)
         self.confirm()
 
@@ -197,8 +209,13 @@ class Checkpointer:
         try:
             self.finish_pending(must=True)
         except OSError:
-            self._start()
-            self.finish_pending(must=True)
+            with waiting_for(WaitsFor.WRITER):
+                files.when_not_full(self._save_again, self._log.warning)
+
+    def _save_again(self) -> None:
+        self._repeat_best(self._started_kind)
+        self._start()
+        self.finish_pending(must=True)
 
     def confirm(self) -> int:
         """Mark the last save as durable (confirmed by rank 0). Returns its step."""

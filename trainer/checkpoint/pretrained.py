@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError, listed
-from trainer.storage import layout, tensorfile
+from trainer.storage import tensorfile
 
 NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
+INDEX = ".index.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Weights in a folder: one file, or several that NAME.index.json lists (Hugging Face)."""
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
@@ -41,9 +45,11 @@ def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[
     if other := [n for n in resized if n not in head]:
         problems.append("different shapes: " + listed(
             f"{n} {tuple(saved[n].shape)}, in the model {tuple(live[n].shape)}" for n in other))
-    # torch itself decides which buffers may be missing from an older file.
+    # torch itself decides which buffers may be missing from an older file. Of tied weights a file
+    # may hold one name only.
+    found = {(live[n].data_ptr(), live[n].shape) for n in common}
     if missing := [n for n in model.load_state_dict(taken, strict=False).missing_keys
-                   if n not in resized]:
+                   if n not in common and (live[n].data_ptr(), live[n].shape) not in found]:
         problems.append(f"missing from the file: {listed(missing)}")
     if unknown := [n for n in saved if n not in live]:
         problems.append(f"unknown to the model: {listed(unknown)}")
@@ -60,14 +66,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Args:
         path: a safetensors file, a torch checkpoint (read with `weights_only`, so it runs no
-            code), or a folder with a model.safetensors.
+            code), the index of several such files, or a folder with one of `WEIGHTS`.
     """
     flag = f"--init {path}"
     if path.is_dir():
-        path = path / layout.PRODUCT
-        if not path.is_file():
-            raise ConfigError(f"{flag}: there is no model.safetensors in this folder; give a "
+        names = [name + end for name in WEIGHTS for end in ("", INDEX)]
+        path = next((path / name for name in names if (path / name).is_file()), path)
+        if path.is_dir():
+            raise ConfigError(f"{flag}: there is none of {', '.join(names)} in this folder; give a "
                               "weights file, or the folder of a finished run or a checkpoint.")
+    if path.name.endswith(INDEX):
+        try:
+            parts = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{flag}: {path.name} can't be read as an index of weights "
+                              f"({type(error).__name__}: {error}); give a weights file.") from error
+        return {name: value for part in parts
+                for name, value in read_weights(path.with_name(part)).items()}
     if not path.is_file():
         raise ConfigError(f"{flag}: there is no such file; every rank must be able to read it.")
     try:

@@ -156,13 +156,19 @@ class LossMeter:
 @dataclass
 class ScheduleLengths:
     """Steps of an epoch and of the run, on which the learning rate schedule is based. A run that is
-    extended keeps them and stays at the last rate, so that the steps so far remain its own."""
+    extended keeps them and stays at the last rate, so that the steps so far remain its own, unless
+    it is to `replan`."""
 
     epoch: int
     total: int
+    replan: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {"epoch": self.epoch, "total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.total = int(state["epoch"]), int(state["total"])
+        if not self.replan:
+            self.set(int(state["epoch"]), int(state["total"]))
+
+    def set(self, epoch: int, total: int) -> None:
+        self.epoch, self.total = epoch, total

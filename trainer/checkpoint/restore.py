@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
-from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.errors import CheckpointDamaged, ConfigError, from_rank, listed
 from trainer.storage import layout, tensorfile
+from trainer.storage.files import display_path
 from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
@@ -42,6 +43,10 @@ class CheckpointRef:
     """Newer checkpoints that were skipped, and why."""
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
+
+    def for_validation(self, fingerprint: str | None) -> CheckpointRef:
+        """See `SavedState.for_validation`."""
+        return dataclasses.replace(self, state=self.state.for_validation(fingerprint))
 
 
 def find_checkpoint(
@@ -139,11 +144,31 @@ def _locate(path: Path) -> dict[str, Any]:
     return {"step": found.step, "path": str(found.path), "skipped": skipped}
 
 
+def check_fit(found: CheckpointRef, store: Store, model: nn.Module, world: World) -> None:
+    """Collective. Raise ConfigError unless the weights of a checkpoint fit the parameters."""
+    folder = found.path or store.folder / step_name(found.step)
+
+    def read() -> dict[str, list[int]]:
+        return tensorfile.read_shapes(folder / MODEL) if found.holder == world.rank else {}
+
+    saved = world.broadcast_json(world.fail_together(read), found.holder)
+    live = {name: list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    misfits = [f"{name} has shape {saved.get(name)} in the checkpoint and {shape} now"
+               for name, shape in live.items() if saved.get(name) != shape]
+    misfits += [f"{name} is not in the model" for name in saved.keys() - model.state_dict().keys()]
+    if misfits:
+        raise from_rank(0, ConfigError(
+            f"--task: the model doesn't fit the run's checkpoint of step {found.step}: "
+            f"{listed(misfits)}. Restore the model and its flags, or begin a new run in another "
+            f"--run-dir, to which --init {display_path(folder / MODEL)} --init-strict off gives "
+            "the weights that fit."))
+
+
 def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
-    """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
-    ranks if it doesn't fit. Unless all have the same valid one on their disks, the holder
+    """Collective. Load a checkpoint into the live tensors of all ranks; ConfigError on all ranks
+    if it doesn't fit. Unless all have the same valid one on their disks, the holder
     broadcasts it, which takes longer."""
     if found.path is not None:
         store = Store(found.path.parent)
@@ -152,12 +177,20 @@ def restore_state(
         tensors = world.fail_together(partial(_load, store, found.step))
     else:
         tensors = _receive(store, found, world)
-    world.fail_together(partial(state.load, tensors, found.state))
+    try:
+        world.fail_together(partial(state.load, tensors, found.state))
+    except CheckpointDamaged as error:  # its bytes are whole
+        weights = display_path(store.folder / step_name(found.step) / MODEL)
+        raise from_rank(0, ConfigError(
+            f"--task: the checkpoint of step {found.step} doesn't fit: {error}. Undo the change of "
+            "the task or of a library, or begin another run with another --run-dir; there "
+            f"--init {weights} --init-strict off takes over the weights that fit.")) from error
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
     saved = found.state.rng or [""] * world.size
-    if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
+    seeded = found.state.settings.get("seed", state.seed) == state.seed
+    if seeded and len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
             f"the random state of rank {world.rank} at step {found.step} differs from the saved "
             "one: another version of python, numpy or torch, or a damaged entry. The run continues "

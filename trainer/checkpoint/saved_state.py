@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,16 @@ class SavedState:
         if "record" in known:
             known["record"] = FileMark(**known["record"])
         return cls(**known)
+
+    def for_validation(self, fingerprint: str | None) -> SavedState:
+        """This state on validation data with a fingerprint. If it was saved on other data, the best
+        value, the patience and those of the schedule `plateau` begin anew."""
+        if self.circumstances.get("splits", {}).get("validation", fingerprint) == fingerprint:
+            return self
+        counters = {name: value for name, value in self.schedule["counters"].items()
+                    if name not in ("best", "num_bad_epochs", "cooldown_counter")}
+        return dataclasses.replace(self, best=BestTracker(),
+                                   schedule={**self.schedule, "counters": counters})
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:

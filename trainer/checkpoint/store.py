@@ -14,7 +14,6 @@ Other names are never touched.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -27,14 +26,12 @@ from pathlib import Path
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint
 from trainer.errors import CheckpointBusy, CheckpointDamaged
-from trainer.storage.files import fsync_folder, make_folder, remove_folder
-from trainer.storage.layout import STEP_NAME, step_name
+from trainer.storage.files import DISK_FULL, fsync_folder, make_folder, remove_folder
+from trainer.storage.layout import MODEL, STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
 _NAME = re.compile(STEP_NAME + r"(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk."""
 
 
 class Store:
@@ -130,6 +127,13 @@ class Store:
             return self.verify(step).generation == generation
         except CheckpointDamaged:
             return False
+
+    def room_to_go_on(self, *, is_over: bool) -> int:
+        """Bytes of the newest checkpoint, which the next one takes too, or of its weights for a run
+        that `is_over`; 0 without a checkpoint."""
+        own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
+        files = own[-1].manifest["files"] if own else {}
+        return sum(entry["bytes"] for name, entry in files.items() if name == MODEL or not is_over)
 
     def newest_valid(self) -> tuple[CheckpointInfo | None, list[str]]:
         """The newest valid checkpoint of this run, or None, and why each newer one was skipped."""

@@ -5,6 +5,7 @@ So it does not depend on wrappers of the model (DDP, compile) or on the order of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,8 @@ class TrainState:
     """Further parts by name, with `state_dict` and `load_state_dict` (JSON values); with `share`
     (collective) if the state is distributed over the ranks."""
     ema: Ema | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the configuration, by dotted name."""
 
     def __post_init__(self) -> None:
         self._structure = self._current_structure()
@@ -114,11 +117,15 @@ class TrainState:
 
     def load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         """Restore everything, into the live tensors. Raises CheckpointDamaged if a tensor is
-        missing, unknown or has another shape."""
+        missing, unknown or has another shape.
+
+        An optimizer of another --optim.name begins without state, and so do parameters that
+        another --freeze trains. An option that has changed has its new value."""
         self.load_model(tensors[MODEL])
         if self.ema is not None:
-            self.ema.load(tensors.get(EMA), saved.ema)
-        groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer)
+            self.ema.load(tensors.get(EMA), saved.ema,
+                          extended=self._differs(saved.settings, "freeze"))
+        groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer, saved.settings)
         self.progress.restore(saved.progress)
         self.best.restore(saved.best)
         self.meter.load_state_dict(saved.meter)
@@ -160,15 +167,22 @@ class TrainState:
                   for parameter, entries in self.optimizer.state.items()}
         return {"groups": groups, "values": values}
 
+    def _differs(self, then: Mapping[str, Any], name: str) -> bool:
+        """Whether a setting differs from a saved one."""
+        return name in then and then[name] != self.settings.get(name)
+
     def load_optimizer(
-        self, tensors: dict[str, Tensor], facts: dict[str, Any]
+        self, tensors: dict[str, Tensor], facts: dict[str, Any],
+        then: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Restore the optimizer. Returns the saved parameter group of each live group."""
-        names = self.names()
+        """Restore the optimizer of a run that had the settings `then`, by default the same ones.
+        Returns the saved parameter group of each live group, empty for a new one."""
+        names, then = self.names(), self.settings if then is None else then
         parameters = {n: p for p, n in names.items()}
-        saved = {name for group in facts["groups"] for name in group["names"]}
+        of = {name: group for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
-        _same_names(saved, live, "optimizer")
+        if not self._differs(then, "freeze"):
+            _same_names(set(of), live, "optimizer")
         state = {n: {k: _from_json(v) for k, v in entries.items()}
                  for n, entries in facts["values"].items()}
         for name, value in tensors.items():
@@ -177,8 +191,9 @@ class TrainState:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
+        anew = self._differs(then, "optim.name")
         group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
-        for name, entries in state.items():
+        for name in [] if anew else [name for name in state if name in live]:
             owner = parameters[name]
             # As torch places it: a count of updates is read on the host, unless a kernel reads it.
             on_host = {"step"} if not any(
@@ -186,15 +201,26 @@ class TrainState:
             self.optimizer.state[owner] = {
                 key: value if not isinstance(value, Tensor) else
                 value.clone() if key in on_host else _placed(value, owner)
-                for key, value in entries.items()}
-        of = {name: group for group in facts["groups"] for name in group["names"]}
-        groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
+                for key, value in state[name].items()}
+        if isinstance(self.optimizer, torch.optim.SGD) and state and not anew:
+            for name in sorted(live - state.keys()):  # torch's fused kernel needs all of them
+                self.optimizer.state[parameters[name]] = {
+                    "momentum_buffer": torch.zeros_like(parameters[name])}
+        groups: list[dict[str, Any]] = [
+            next((of[names[p]] for p in group["params"] if names[p] in of), {})
+            for group in self.optimizer.param_groups]
+        configured = CONFIGURED | self._changed_options(then)
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
-            for key, value in saved_group.items():
-                if key not in CONFIGURED:  # counters of the optimizer, possibly added later
+            for key, value in () if anew else saved_group.items():
+                if key not in configured:  # counters of the optimizer, possibly added later
                     as_now = isinstance(value, list) and key in group
                     group[key] = type(group[key])(value) if as_now else value
         return groups
+
+    def _changed_options(self, then: Mapping[str, Any]) -> set[str]:
+        """Names of the options of the optimizer that are not as they were."""
+        before, now = ({*settings.get("optim.options", ())} for settings in (then, self.settings))
+        return {text.partition("=")[0] for text in before ^ now}
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 
 from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
+from trainer.config.fields import flag_of
+from trainer.config.schema import Config
 from trainer.errors import CheckpointDamaged
 from trainer.storage import files, layout, tensorfile
 from trainer.telemetry.metrics import line_key, read_metrics
@@ -30,8 +32,9 @@ def main(argv: Sequence[str]) -> int:
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
         "schedule, scaler, progress; random states if both have the same number of ranks) and "
-        "metrics.jsonl. Exit code 0: same bits; 1: they differ; 2: a run can't be read or isn't "
-        "finished.")
+        "metrics.jsonl. The settings and circumstances (threads, versions, devices, data, code) "
+        "that differ are printed before the first difference. Exit code 0: same bits; 1: they "
+        "differ; 2: a run can't be read or isn't finished.")
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--at", type=int, metavar="STEP",
@@ -39,11 +42,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         first = next(differences(options.run_a, options.run_b, at=options.at), None)
+        found = [] if first is None else [
+            *_condition_differences(options.run_a, options.run_b, at=options.at), first]
     except RunUnreadable as problem:
         print(f"can't compare: {problem}")
         return 2
-    print("same bits" if first is None else f"different: {first}")
-    return 0 if first is None else 1
+    print(f"different: {'; '.join(found)}" if found else "same bits")
+    return 1 if found else 0
 
 
 def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
@@ -60,13 +65,31 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
         else:
             yield from _tensor_differences(
                 name, *(tensorfile.load_tensors(info.path / name) for info in infos))
-    facts = [json.loads((info.path / layout.STATE).read_bytes()) for info in infos]
+    facts = [_facts(info) for info in infos]
     for part in COMPARED:
         yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
     if len(facts[0]["rng"]) == len(facts[1]["rng"]):
         yield from _value_differences("rng", facts[0]["rng"], facts[1]["rng"])
     if at is None:
         yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
+
+
+def _condition_differences(run_a: Path, run_b: Path, *, at: int | None) -> Iterator[str]:
+    """Describe what decides bits and differs: settings and circumstances."""
+    ignored = {name for name, _, change in Config().leaves() if change == "ignored"}
+    tables: list[dict[str, Any]] = []
+    for run in (run_a, run_b):
+        facts = _facts(_checkpoint(run, at))
+        tables.append(facts.get("circumstances", {}) | {
+            flag_of(name): value for name, value in facts.get("settings", {}).items()
+            if name not in ignored})
+    for name in tables[0]:
+        if name in tables[1]:
+            yield from _value_differences(name.replace("_", " "), tables[0][name], tables[1][name])
+
+
+def _facts(info: CheckpointInfo) -> dict[str, Any]:
+    return json.loads((info.path / layout.STATE).read_bytes())
 
 
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,13 +17,14 @@ from trainer import rng
 from trainer.config import command_line
 from trainer.data.batch import to_device
 from trainer.distributed.torch_private import tree_leaves, tree_map
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.run.saved_run import (
     ModelCall,
     SavedRun,
     config_error_on_write,
     load_weights,
     open_saved_run,
+    output_leaves,
     record_first_call,
 )
 from trainer.storage import files, layout, tensorfile
@@ -78,7 +78,7 @@ def _export(
     with TemporaryDirectory(dir=folder, prefix=".") as aside:
         write = _write_program if kind == "program" else _write_safetensors
         again, notes = write(reader, call, Path(aside) / name)
-        difference = _difference(call.output, again)
+        difference = _difference(_tensors(call.output), _tensors(again))
         summary = f"{folder / name}: largest difference {difference:.3g}"
         if not difference <= tolerance:
             Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
@@ -99,7 +99,16 @@ def _example(reader: SavedRun) -> ModelCall:
             call = record_first_call(reader.model, reader.task.loss, batch)
             # The loss may wrap the call (in autocast, for example). The reference output comes from
             # a call outside of it, like the outputs that it is compared with.
-            return ModelCall(call.args, call.kwargs, _output(reader.model, call))
+            call = ModelCall(call.args, call.kwargs, _output(reader.model, call))
+        leaves = output_leaves(call.output)
+        others = [f"{name} ({type(leaf).__name__})" for name, leaf in leaves.items()
+                  if not isinstance(leaf, Tensor)]
+        if len(others) == len(leaves):
+            raise ConfigError("--task: the model's output has no tensor that could be compared, "
+                              f"only {listed(others) or 'None'}.")
+        if others:
+            Log().info(f"not compared, since only tensors are: {listed(others)}")
+        return call
     raise ConfigError("--task: there is no data to compare an exported model on.")
 
 
@@ -144,19 +153,21 @@ def _write_program(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, 
             return _output(torch.export.load(path).module(), call), {"batch": batch}
     raise ConfigError(f"--format program: torch.export can't trace this model: "
                       f"{type(failed).__name__}: {str(failed).strip().splitlines()[0]}; "
-                      "export it as safetensors.") from failed
+                      "export it as safetensors, or let the model return tensors only.") from failed
 
 
-def _difference(left: Any, right: Any) -> float:
-    """Return the largest difference of two nested outputs, relative to max(1, largest value)."""
+def _tensors(output: Any) -> dict[str, Tensor]:
+    return {n: leaf for n, leaf in output_leaves(output).items() if isinstance(leaf, Tensor)}
+
+
+def _difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Return the largest difference of two outputs, relative to max(1, largest value)."""
+    if {n: t.shape for n, t in left.items()} != {n: t.shape for n, t in right.items()}:
+        return math.inf
     worst = 0.0
-    for a, b in zip_longest(tree_leaves(left), tree_leaves(right)):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            worst = max(worst, 0.0 if a == b else math.inf)
-        elif a.shape != b.shape:
-            worst = math.inf
-        elif a.numel():
-            a, b = a.cpu().double(), b.cpu().double()  # mps has no float64
+    for name, tensor in left.items():
+        if tensor.numel():
+            a, b = tensor.cpu().double(), right[name].cpu().double()  # mps has no float64
             apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
             largest = max(1.0, float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()))
             worst = max(worst, float(apart.nan_to_num(math.inf).max()) / largest)

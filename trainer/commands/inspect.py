@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
+from trainer.run import circumstances
+from trainer.run.run_dir import early_end
 from trainer.storage import files, layout
-from trainer.storage.locks import owner_is_alive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,11 +50,12 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         kind, why, then = *resume_label(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
-    running = owner_is_alive(run / layout.LOCK)
+    running = story.owner is not None
     if running:
         then = f"is refused while the run is in progress; afterwards: {then}"
     return {
         "step": step, "finished": finished, "running": running,
+        "early_end": early_end(story.summary) if finished and story.summary else "",
         "attempts": [_attempt(times) for times in story.attempt_times],
         "world_sizes": sorted({p.attempt.world_size for p in story.attempt_times}),
         "checkpoints": found, "next": kind, "why": why, "does": then,
@@ -121,9 +120,12 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
         return last
     then = saved.circumstances
     try:
-        verdict = compatibility.compare_settings(
-            command_line.load(run / layout.CONFIG), saved.settings, before=saved.inexact,
-            now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
+        config = command_line.load(run / layout.CONFIG)  # imports the task
+        versions = {n: circumstances.package_version(n) for n in then.get("packages", {})}
+        now = {**then, **circumstances.library_versions(), "packages": versions,
+               "code": circumstances.loaded_code()}
+        verdict = compatibility.compare_settings(config, saved.settings, before=saved.inexact,
+                                                 now=now, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last
@@ -132,7 +134,8 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
 
 
 def _table(report: dict[str, Any], run: Path) -> str:
-    state = "finished" if report["finished"] else "running" if report["running"] else "not finished"
+    state = ("finished" + report["early_end"] if report["finished"] else
+             "running" if report["running"] else "not finished")
     wall_s, parts = report["wall_s"], report["goodput"]
     lines = [f"{run}: step {report['step']}, {state}",
              f"the next start {report['does']}",

@@ -150,13 +150,12 @@ def _train_as_rank(config: Config[Any]) -> None:
 def _train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
-    training = Training(log, stop)
-    threads = None if config.world.threads == "auto" else config.world.threads
+    training = Training(log, stop, config)
     try:
         log.status.enter(Phase.JOIN)
         set_determinism(config.numerics.deterministic == "on")
         with _signals(stop, log), World.form(
-            device=config.device, timeout_s=config.world.timeout_s, threads=threads,
+            device=config.device, timeout_s=config.world.timeout_s, threads=config.world.threads,
             launch=LaunchInfo()
         ) as world:
             training.run(config, world, watched=False)
@@ -173,6 +172,7 @@ def _train_in_process(config: Config[Any]) -> None:
                ) from error.with_traceback(None)
     except Exception as error:
         training.failure.note(error)
+        training.failure.advise()
         raise
     finally:
         training.release()

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save
@@ -15,10 +15,16 @@ from torch import Tensor
 
 from trainer.config import command_line
 from trainer.data.batch import to_device
-from trainer.errors import ConfigError
-from trainer.run.saved_run import SavedRun, config_error_on_write, open_saved_run, record_first_call
+from trainer.errors import ConfigError, listed
+from trainer.run.saved_run import (
+    SavedRun,
+    config_error_on_write,
+    open_saved_run,
+    output_leaves,
+    record_first_call,
+)
 from trainer.storage import files, layout
-from trainer.telemetry.events import writable
+from trainer.telemetry.events import Log, writable
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
@@ -81,38 +87,51 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
         raise ConfigError(f"--split {name}: the task has no such data (dataset({name!r}) is None "
                           "or empty).")
     predict = getattr(reader.task, "predict", None)
-    rows = []
+    rows: list[dict[str, Tensor]] = []
+    left_out: dict[str, str] = {}
     for micro in evaluator.every_batch():
-        if micro.samples:
-            batch = to_device(micro.batch, reader.world.device)
-            with reader.evaluating(micro.spec.number):
-                output = predict(reader.model, batch) if predict else record_first_call(
-                    reader.model, reader.task.loss, batch).output
-            rows.append(_named(output, micro.samples))
+        batch = to_device(micro.batch, reader.world.device)
+        with reader.evaluating(micro.spec.number):
+            output = predict(reader.model, batch) if predict else record_first_call(
+                reader.model, reader.task.loss, batch).output
+        found, others = _sort_out(output, micro.samples)
+        if others and (predict or not found):
+            _refuse("predict()" if predict else "the model", others, micro.samples)
+        rows.append(found)
+        left_out |= others
     if not rows:
         raise ConfigError(f"--split {name}: the stream has no samples.")
-    return name, rows
+    written = set(rows[0]).intersection(*rows)
+    left_out |= {key: "in some batches only" for row in rows for key in row.keys() - written}
+    if not written:
+        _refuse("the model", left_out, micro.samples)
+    if left_out:
+        Log().info("not written, since these outputs of the model have no row for each sample: "
+                   + listed(f"{key} ({form})" for key, form in left_out.items()))
+    return name, [{key: row[key] for key in rows[0] if key in written} for row in rows]
 
 
-def _named(output: Any, samples: int) -> dict[str, Tensor]:
-    """Return the outputs of a batch by name, one row for each sample, on the CPU."""
-    if isinstance(output, Mapping):
-        named = dict(output)
-    elif isinstance(output, tuple | list):
-        named = {f"output.{number}": value for number, value in enumerate(output)}
-    else:
-        named = {"output": output}
-    if INDEX in named:
+def _sort_out(output: Any, samples: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the outputs of a batch with one row for each sample by name, on the CPU, and the form
+    of the others."""
+    leaves = output_leaves(output)
+    if INDEX in leaves:
         raise ConfigError(f"--task: an output is named {INDEX}, which is the name of the sample "
                           "numbers in the file; give the task a method predict(model, batch) that "
                           "uses another name.")
-    for name, value in named.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
-            form = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(f"--task: {name} of a batch of {samples} samples is {form}, not a "
-                              "tensor with one row for each sample; give the task a method "
-                              "predict(model, batch) that returns one, or several by name.")
-    return {name: value.detach().cpu() for name, value in named.items()}
+    found = {name: leaf.detach().cpu() for name, leaf in leaves.items()
+             if isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)}
+    return found, {
+        name: str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
+        for name, leaf in leaves.items() if name not in found}
+
+
+def _refuse(origin: str, others: Mapping[str, str], samples: int) -> NoReturn:
+    forms = listed(f"{name} ({form})" for name, form in others.items()) or "None"
+    raise ConfigError(
+        f"--task: for a batch of {samples} samples {origin} returned {forms}, not a tensor with "
+        "one row for each sample; give the task a method predict(model, batch) that returns one, "
+        "or several by name.")
 
 
 def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -45,9 +45,9 @@ def scratch_run(
             log=dataclasses.replace(
                 config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
                 graph="off", wandb="off", hints_off=("all",)))
-        threads = None if config.world.threads == "auto" else config.world.threads
         set_determinism(config.numerics.deterministic == "on")
-        with World.form(device=config.device, threads=threads, launch=LaunchInfo()) as world:
+        with World.form(device=config.device, threads=config.world.threads,
+                        launch=LaunchInfo()) as world:
             marks = ProgressMarks(log.status)
             if clock is not None:
                 marks.subscribe(clock)
@@ -57,8 +57,8 @@ def scratch_run(
                 log.status.enter(Phase.TRAIN)
                 yield run
             finally:
-                built.loader.close()
-                built.folder.metrics.close()
+                built.guard.abandon()
+                built.guard.release()
                 log.close()
 
 

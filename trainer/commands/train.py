@@ -37,8 +37,8 @@ from trainer.telemetry.std_streams import ignore_output_errors, say
 if TYPE_CHECKING:  # its import takes seconds: a wrong configuration is reported before
     from trainer.run.guard import Guard
 
-THREADS_AFTER_S = 5.0
-"""Seconds after a complete run until a warning names the threads that keep the process alive."""
+LASTING_AFTER_S = 5.0
+"""Seconds after a complete run until a warning names what keeps the process alive."""
 
 
 class RankProcess:
@@ -80,7 +80,7 @@ class RankProcess:
         self._leave(code, last_words)
         self._complete = code == EXIT_COMPLETE
         if self._complete and is_program:
-            threading.Thread(target=_name_lasting_threads, args=(self._log,), daemon=True).start()
+            threading.Thread(target=_name_lasting, args=(self._log,), daemon=True).start()
         return code
 
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
@@ -101,11 +101,10 @@ class RankProcess:
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
-        threads = None if config.world.threads == "auto" else config.world.threads
         log.status.enter(Phase.JOIN)
         set_determinism(config.numerics.deterministic == "on")
-        with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
-                        launch=launch) as world:
+        with World.form(device=config.device, timeout_s=config.world.timeout_s,
+                        threads=config.world.threads, launch=launch) as world:
             if world.users_nccl_settings:
                 log.info(f"kept from the environment: {', '.join(world.users_nccl_settings)}; "
                          "torch may end a rank before it has saved (docs/gpus.md)")
@@ -146,7 +145,7 @@ class RankProcess:
     def _leave_late(self) -> int:
         """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
         exit code."""
-        if self._complete:  # the process waits for threads of the task
+        if self._complete:  # the process waits for threads or processes of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
         guard, log, status = self._training.guard, self._log, self._log.status
@@ -247,14 +246,17 @@ def show_cause(error: BaseException) -> None:
         say(writable("".join(traceback.format_exception(cause))))
 
 
-def _name_lasting_threads(log: Log) -> None:
-    """Warn of threads that keep the process alive after the end of a run."""
-    time.sleep(THREADS_AFTER_S)
-    if names := [thread.name for thread in threading.enumerate()
-                 if not thread.daemon and thread is not threading.main_thread()]:
-        log.warning(f"the run is complete, but the process waits for threads of the task or of a "
-                    f"library: {', '.join(names)}; a stop signal ends the wait after "
-                    "--stop.grace-s, and threads made with daemon=True are not waited for")
+def _name_lasting(log: Log) -> None:
+    """Warn of threads and child processes that keep the process alive after the end of a run."""
+    time.sleep(LASTING_AFTER_S)
+    names = [thread.name for thread in threading.enumerate()
+             if not thread.daemon and thread is not threading.main_thread()]
+    names += [f"{child.name} (pid {child.pid})" for child in multiprocessing.active_children()
+              if not child.daemon]
+    if names:
+        log.warning(f"the run is complete, but the process waits for threads or processes of the "
+                    f"task or of a library: {', '.join(names)}; a stop signal ends the wait after "
+                    "--stop.grace-s, and those made with daemon=True are not waited for")
 
 
 def _end_workers() -> None:

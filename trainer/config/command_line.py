@@ -31,8 +31,9 @@ from trainer.config.fields import (
     setting_name,
     type_name,
 )
-from trainer.config.schema import Config
+from trainer.config.schema import Config, without_unread
 from trainer.errors import ConfigError
+from trainer.storage import files
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
 
@@ -49,6 +50,12 @@ _USUAL = {
     "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
 }  # fmt: skip
 """Flag name in other trainers → name here."""
+_REPLACES = {
+    "steps": ("epochs",), "epochs": ("steps",), "clip.norm": ("clip.value",),
+    "clip.value": ("clip.norm",), "schedule.name": ("schedule.min_ratio", "schedule.options"),
+    "optim.name": tuple(f"optim.{field}" for field in (
+        "weight_decay", "betas", "eps", "momentum", "nesterov", "options"))}
+"""Flag → settings of the recipe that belong to another choice than the flag's, and are dropped."""
 # Both keys are keywords of Python, so that no field of a task can have their names.
 _TASK_KEY = "class"
 _NONE_KEY = "None"  # lists the fields that are None, since TOML has no null
@@ -131,7 +138,7 @@ def load(path: Path) -> Config[Any]:
 def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
     """The task's class, by default the recipe's, and the recipe's values by dotted name."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(files.read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(fields := table.setdefault("task", {}), dict):
@@ -151,7 +158,7 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
             values[name] = convert_value(settings[name].hint, value)
         except ValueError as error:
             raise ConfigError(f"{path}: {name} = {value!r}: {error}.") from error
-    return task, values
+    return task, without_unread(values)
 
 
 def _flatten(
@@ -187,7 +194,8 @@ def _settings_of(cls: Any, prefix: str, base: Any = None) -> Iterator[Setting]:
             default = field.default_factory()
         hint, name = hints[field.name], prefix + setting_name(field)
         if _is_section(hint):
-            yield from _settings_of(hint, f"{name}.", None if default is MISSING else default)
+            plain = default is MISSING or cls is Config  # whose sections fill in values
+            yield from _settings_of(hint, f"{name}.", None if plain else default)
         else:
             yield Setting(cls, field, name, hint, default)
 
@@ -283,9 +291,9 @@ def _configure(
     """The configuration: defaults, overridden by the recipe, overridden by the flags."""
     settings = _settings(task)
     values = {name: setting.default for name, setting in settings.items()} | dict(recipe)
-    if flags.get("schedule.name", values["schedule.name"]) != values["schedule.name"]:
-        for name in ("schedule.min_ratio", "schedule.options"):  # of the recipe's schedule
-            values[name] = settings[name].default
+    for flag, replaced in _REPLACES.items():
+        if flag in flags and flags[flag] != values[flag]:
+            values |= {name: settings[name].default for name in replaced}
     for name, value in flags.items():
         values[name] = (*values[name], *value) if settings[name].repeatable else value
     try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.fields import SEVERAL, flag_of
-from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from trainer.config.schema import Config, without_unread
+from trainer.errors import ConfigError, listed
 
+_CHOOSERS = ("optim", "schedule")
+"""Sections whose `name` decides which of their settings are read."""
+VALUES = ("world_size", "threads", "device", "cpu", "torch", "numpy", "python", "cudnn")
+"""Circumstances with a single value; "cpu" is its vector instructions."""
 DATA = "data"
 """The name of the data fingerprint for `--accept`."""
 
@@ -53,52 +57,105 @@ def compare_settings(
 
     Args:
         saved: `settings` of the attempt that wrote the checkpoint.
-        now, then: circumstances of this attempt and of that one: "data" (fingerprint), "task"
-            (path), "world_size", "threads", "device", "cpu" (vector instructions), "torch",
-            "numpy".
+        now, then: circumstances of this attempt and of that one: "data" (fingerprint of the
+            training data), "splits" (those of the others), "task" (path), "code" (hashes of files),
+            "packages" (versions) and `VALUES`. Those that older checkpoints lack are not compared.
         before: reasons of earlier attempts why the run is only equivalent; they stay.
 
     Raises:
         ConfigError: a setting that must match has changed; names both values and `--accept`.
     """
     classes = {name: change for name, _, change in config.leaves()}
-    current = settings(config)
-    changes: list[str] = []
+    current, saved = settings(config), _comparable(config, saved)
+    changes, refused = list[str](), dict[str, str]()
+
+    def must_be_accepted(name: str, what: str, old: object, new: object) -> None:
+        text = f"{what} was {old!r} and is {new!r}"
+        accepted = {key.replace("-", "_") for key in config.accept}
+        if name in accepted:
+            changes.append(text)
+        else:
+            refused[name] = text
+
     if now.get("task") != then.get("task"):  # first, since its fields then differ too
-        changes.append(_accepted(config, "task.class", "the task", then.get("task"),
-                                 now.get("task")))
+        must_be_accepted("task.class", "the task", then.get("task"), now.get("task"))
     for name in {**saved, **current}:
         old, new = saved.get(name), current.get(name)
         change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
+        section = name.partition(".")[0]
+        if section in _CHOOSERS and None in (old, new) and (
+                saved.get(f"{section}.name") != current[f"{section}.name"]):
+            continue  # the other optimizer or schedule doesn't read it
+        if old != new and change == "fixed":
+            raise ConfigError(
+                f"{flag_of(name)} was {old!r} and is {new!r}: the run has its weights already. "
+                "Give the earlier value, or use another --run-dir for a new run.")
         if old != new and change == "must_match":
-            changes.append(_accepted(config, name, flag_of(name), old, new))
+            must_be_accepted(name, flag_of(name), old, new)
         elif old != new and change == "may_change":
             changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
-    if now.get(DATA) != then.get(DATA):
-        changes.append(_accepted(
-            config, DATA, "the data's fingerprint", then.get(DATA), now.get(DATA), "If you changed "
-            "nothing, the data depend on something that no seed determines: the order of a set or "
-            "a folder (sort it), hash() of a string (set PYTHONHASHSEED), the clock. "))
+    for split, old, new in _changed_data(now, then):
+        must_be_accepted(DATA, f"the fingerprint of the {split} data", old, new)
+        if split == "validation":
+            changes.append("best weights and patience begin anew")
+    _refuse(refused)
     reasons = [*before, *changes]
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
-    for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
-        if key in then and now.get(key) != then[key]:
-            text = f"{key.replace('_', ' ')} was {then.get(key)} and is {now.get(key)}"
-            if key == "world_size" and canonical:
-                changes.append(f"{text}: the same bits (--parallel.reduction canonical)")
-            else:
-                changes.append(text)
-                reasons.append(text)
-    return ResumeDecision(changes=tuple(changes), reasons=tuple(reasons))
+    for key, text in _changed_values(now, then):
+        if key == "world_size" and canonical:
+            changes.append(f"{text}: the same bits (--parallel.reduction canonical)")
+        else:
+            changes.append(text)
+            reasons.append(text)
+    before_now = then.get("code", {})
+    if files := [name for name, code in now.get("code", {}).items()
+                 if before_now.get(name, code) != code]:
+        changes.append(", ".join(files))
+        reasons.append(f"changed: {listed(files)}")
+    return ResumeDecision(changes=tuple(changes), reasons=tuple(dict.fromkeys(reasons)))
 
 
-def _accepted(
-    config: Config[Any], name: str, what: str, then: object, now: object, cause: str = ""
-) -> str:
-    """The line of a change that `--accept` must allow."""
-    text = f"{what} was {then!r} and is {now!r}"
-    if name not in {accepted.replace("-", "_") for accepted in config.accept}:
-        raise ConfigError(
-            f"{text}: this would be a different run, so it is not continued. {cause}Use another "
-            f"--run-dir for a new run, or continue anyway with --accept {name.replace('_', '-')}.")
-    return text
+def _changed_data(
+    now: Mapping[str, Any], then: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Name, old and new fingerprint of each split whose data have changed."""
+    here, there = ({"training": facts.get(DATA), **facts.get("splits", {})}
+                   for facts in (now, then))
+    for split in here:
+        if split in there and here[split] != there[split]:
+            yield split, there[split], here[split]
+
+
+def _changed_values(
+    now: Mapping[str, Any], then: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Name and line of each circumstance with another value."""
+    for name in VALUES:
+        if name in then and now.get(name) != then[name]:
+            yield name, f"{name.replace('_', ' ')} was {then[name]} and is {now.get(name)}"
+    here, there = now.get("packages", {}), then.get("packages", {})
+    for name in here:
+        if here[name] != there.get(name, here[name]):
+            yield name, f"{name} was {there[name]} and is {here[name]}"
+
+
+def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings: None for what the run didn't read, and the default for what the version that
+    saved them didn't have."""
+    defaults = {name: value for name, value in settings(Config(task=config.task)).items()
+                if not name.startswith("task.")}
+    return defaults | dict.fromkeys(saved) | without_unread(saved)
+
+
+def _refuse(refused: Mapping[str, str]) -> None:
+    """Refuse changes, given by their names, that --accept allows."""
+    if not refused:
+        return
+    cause = ("If you changed nothing, the data depend on something that no seed determines: random "
+             "numbers drawn before the run (call torch.manual_seed(0) before them), the order of a "
+             "set or a folder (sort it), hash() of a string (set PYTHONHASHSEED), the clock. "
+             if refused.keys() == {DATA} else "")
+    flags = " ".join(f"--accept {name.replace('_', '-')}" for name in refused)
+    raise ConfigError(
+        f"{'; '.join(refused.values())}: this would be a different run, so it is not continued. "
+        f"{cause}Use another --run-dir for a new run, or continue anyway with {flags}.")

@@ -21,8 +21,8 @@ from trainer.errors import ConfigError
 
 Unit = Literal["steps", "epochs", "percent"]
 OnOff = Literal["on", "off"]
-Change = Literal["must_match", "may_change", "ignored"]
-"""On resume: a change is an error, is reported, or has no influence on the result."""
+Change = Literal["fixed", "must_match", "may_change", "ignored"]
+"""On resume: a change is an error, an error unless accepted, is reported, or has no influence."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
     if origin in (typing.Union, types.UnionType):
         if text and types.NoneType in inner and value in ("None", ["None"]):
             return None
+        kinds = [kind for kind in inner if kind is not types.NoneType]
+        if len(kinds) == 1 and value is not None:
+            return convert_value(kinds[0], value, text=text)
         for choice in sorted(inner, key=lambda kind: kind is str):  # any text is a str
             with contextlib.suppress(ValueError):
                 return convert_value(choice, value, text=text)

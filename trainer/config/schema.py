@@ -1,15 +1,15 @@
 """The configuration of a run: frozen dataclasses that check their values.
 
-Each setting declares how it may change when a run is resumed: `must_match` (with another value it
-would be a different run), `may_change` (the change is reported, and the run is no longer exact) or
-`ignored` (the setting has no influence on the result).
+Each setting declares how it may change when a run is resumed: `fixed` (it only acts at the start of
+a run), `must_match` (with another value it would be a different run), `may_change` (the change is
+reported, and the run is no longer exact) or `ignored` (the setting has no influence on the result).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -21,6 +21,10 @@ SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restar
              "multi-step", "plateau")  # fmt: skip
 """The last ones, from cosine-annealing on, are torch's, and take options."""
 MIN_RATIO = 0.1
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8},
+    "sgd": {"weight_decay": 0.01, "momentum": 0.9, "nesterov": "off"}}
+"""Optimizer → the values of its own settings. Other settings of `Optim` it doesn't read."""
 HINTS = ("first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
          "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
          "constant-rate")  # fmt: skip
@@ -71,37 +75,47 @@ class Optim(Section, prefix="optim."):
     """Optimizer."""
 
     name: str = setting("adamw", "must_match")
-    """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
+    """adamw (fused), sgd, or your own as module:Class (called with groups, lr, and those of
+    weight_decay, betas, eps, momentum and nesterov that are set)."""
     lr: float = setting(3e-3, "may_change", "> 0 and < inf")
     """Peak learning rate."""
     rates: tuple[str, ...] = setting((), "may_change", repeatable=True)
     """PATTERN=FACTOR: the learning rate of parameters whose names match is multiplied by FACTOR,
     such as body.*=0.1; patterns are those of file names, and the first match counts."""
-    weight_decay: float = setting(0.01, "may_change", ">= 0 and < inf")
-    """Weight decay; not of biases, norms and other parameters with fewer than 2 dimensions."""
-    betas: tuple[float, float] = setting((0.9, 0.999), "may_change", ">= 0 and < 1")
-    """AdamW: decay rates of the two moments."""
-    eps: float = setting(1e-8, "may_change", "> 0 and < inf")
-    """AdamW: added to the denominator."""
-    momentum: float = setting(0.9, "may_change", ">= 0 and < 1")
-    """SGD: momentum."""
-    nesterov: OnOff = setting("off", "may_change")
-    """SGD: Nesterov momentum."""
+    weight_decay: float | None = setting(None, "may_change", ">= 0 and < inf")
+    """Weight decay, 0.01 if not given; not of biases, norms and other parameters with fewer than 2
+    dimensions."""
+    betas: tuple[float, float] | None = setting(None, "may_change", ">= 0 and < 1")
+    """Decay rates of the two moments; adamw: 0.9 0.999."""
+    eps: float | None = setting(None, "may_change", "> 0 and < inf")
+    """Added to the denominator; adamw: 1e-8."""
+    momentum: float | None = setting(None, "may_change", ">= 0 and < 1")
+    """Momentum; sgd: 0.9."""
+    nesterov: OnOff | None = setting(None, "may_change")
+    """Nesterov momentum; sgd: off."""
+    options: tuple[str, ...] = setting((), "may_change", repeatable=True)
+    """KEY=VALUE: any other argument of the optimizer's class (amsgrad=true, alpha=0.9, etas=0.5,1.2
+    is a tuple)."""
     ema: float = setting(0.0, "may_change", ">= 0 and < 1")
     """Decay of a moving average of the weights (such as 0.999), which is validated, tested and
     exported in their place; 0 is off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.name in ("adamw", "sgd") or ":" in self.name, "name",
+        self.check(self.name in DEFAULTS or ":" in self.name, "name",
                    "use adamw, sgd, or your own as module:Class.")
         for text in self.rates:
             pattern, _, factor = text.rpartition("=")
             self.check(bool(pattern) and _is_above_0(factor), "rates",
                        "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
                        "parameters unchanged, use --freeze).", text)
-        self.check(self.nesterov == "off" or self.momentum > 0, "nesterov",
-                   "it needs --optim.momentum above 0.")
+        for text in self.options:
+            key, _, value = text.partition("=")
+            self.check(bool(key and value), "options", "write KEY=VALUE, such as amsgrad=true.",
+                       text)
+        for name, value in DEFAULTS.get(self.name, {}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +128,11 @@ class Schedule(Section, prefix="schedule."):
     the number of the update (from 0) to a factor of the peak."""
     warmup: Duration = setting(Duration(5, "percent"), "may_change")
     """Linear warm-up to the peak; the first update's rate is peak / warm-up steps, never zero."""
-    min_ratio: float = setting(MIN_RATIO, "may_change", ">= 0 and <= 1")
-    """cosine, linear: the rate of the last update as a fraction of the peak."""
+    min_ratio: float | None = setting(None, "may_change", ">= 0 and <= 1")
+    """cosine, linear: the rate of the last update as a fraction of the peak; 0.1 if not given."""
+    replan: OnOff = setting("off", "may_change")
+    """Plan the schedule over the current length of a run that is resumed with another one; off:
+    over the length at its first start."""
     options: tuple[str, ...] = setting((), "may_change", repeatable=True)
     """KEY=VALUE: arguments of torch's scheduler class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
     pct_start=0.3, patience=5), with durations in steps, epochs or percent of the run; plateau also
@@ -125,9 +142,12 @@ class Schedule(Section, prefix="schedule."):
         super().__post_init__()
         self.check(self.name in SCHEDULES or ":" in self.name, "name",
                    f"use {', '.join(SCHEDULES)}, or your own as module:function.")
-        self.check(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"), "min_ratio",
-                   f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit "
-                   "the flag.")
+        reads_ratio = self.name in ("cosine", "linear") and "end_factor" not in self.arguments
+        self.check(self.min_ratio is None or reads_ratio, "min_ratio",
+                   f"--schedule.name {self.name} doesn't use it, only cosine and linear (without "
+                   "the option end_factor) do; omit the flag.")
+        if reads_ratio and self.min_ratio is None:
+            object.__setattr__(self, "min_ratio", MIN_RATIO)
         for text in self.options:
             key, _, value = text.partition("=")
             self.check(bool(key and value), "options", "write KEY=VALUE, such as T_0=1ep.", text)
@@ -137,17 +157,24 @@ class Schedule(Section, prefix="schedule."):
     @property
     def arguments(self) -> dict[str, str]:
         """The options: key → value, both as strings."""
-        return dict(text.split("=", 1) for text in self.options)
+        return {key: value for key, _, value in (text.partition("=") for text in self.options)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Section, prefix="clip."):
     """Gradient clipping, once per optimizer step, of the mean gradient of the global batch."""
 
-    norm: float = setting(1.0, "may_change", ">= 0")
-    """Maximum global norm; 0 is off."""
+    norm: float | None = setting(None, "may_change", ">= 0")
+    """Maximum global norm, 1 if not given; 0 is off."""
     value: float = setting(0.0, "may_change", ">= 0")
-    """Maximum absolute value of an element; 0 is off. Replaces clipping by norm."""
+    """Maximum absolute value of an element, instead of clipping by norm; 0 is off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(not self.norm or not self.value, "norm",
+                   f"--clip.value {self.value} replaces it; give one of them.")
+        if self.norm is None and not self.value:
+            object.__setattr__(self, "norm", 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +191,11 @@ class Precision(Section, prefix="precision."):
     """fp16: initial loss scale (a larger one would be infinite in fp32)."""
     recompute_every: int = setting(0, "may_change", ">= 0")
     """Activation checkpointing: the backward recomputes every n-th block; 0 is off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.loss_scale == Precision.loss_scale or self.dtype == "fp16", "loss_scale",
+                   "only --precision.dtype fp16 uses it; omit the flag.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +243,8 @@ class Eval(Section, prefix="eval."):
         super().__post_init__()
         self.check(self.best == "auto" or self.best.endswith((":max", ":min")), "best",
                    "write NAME:max or NAME:min, such as val_loss:min.")
+        self.check(not self.min_delta or self.patience > 0, "min_delta",
+                   "only early stopping uses it; add --eval.patience.")
 
 
 def _is_above_0(text: str) -> bool:
@@ -227,7 +261,8 @@ class WorldConfig(Section, prefix="world."):
     timeout_s: float = setting(60.0, "ignored", "> 0 and <= 1e9")
     """Timeout of a collective in seconds; after it a rank counts as lost."""
     threads: int | Literal["auto"] = setting("auto", "may_change", ">= 1 and <= 1024")
-    """Compute threads per rank; auto: cores / ranks on this host. It changes the last bits."""
+    """Compute threads per rank; auto: OMP_NUM_THREADS, or cores / ranks on this host, and 1 for a
+    small model and for a canonical reduction. It changes the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,8 +351,9 @@ class Logging(Section, prefix="log."):
     """Minimum level of console lines."""
     sinks: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Your own sinks for steps and validations, as module:Class (called with the run folder)."""
-    tensorboard_every: Duration = setting(Duration(50), "ignored")
-    """Interval of TensorBoard scalars of training steps."""
+    tensorboard_every: Duration | Literal["auto"] = setting("auto", "ignored")
+    """Interval of TensorBoard scalars of training steps; auto: every step of a run of less than
+    1000 steps; in a longer one about 500 points, and at least one in 50 steps."""
     histograms: Duration = setting(Duration(0), "ignored")
     """Interval of TensorBoard histograms of each parameter and gradient (as applied), or off."""
     graph: OnOff = setting("off", "ignored")
@@ -351,16 +387,16 @@ class Config(Section, Generic[TaskT]):
     steps: int | None = setting(None, "may_change", ">= 1")
     """Length of the run in optimizer steps (global batches)."""
     epochs: int | None = setting(None, "may_change", ">= 1")
-    """Length of the run in epochs, if --steps is not given; 5 if neither is given."""
+    """Length of the run in epochs, instead of --steps; 5 if neither is given."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
     resume: str = setting("auto", "ignored")
     """auto: continue the run in the run folder; never: fail if it holds a run; or the PATH of a
     checkpoint or run to start from."""
-    init: str | None = setting(None, "must_match")
+    init: str | None = setting(None, "fixed")
     """Initial weights: a safetensors file, a torch checkpoint, or a folder with a
     model.safetensors; a head of another size keeps the model's own initial values."""
-    init_strict: OnOff = setting("on", "must_match")
+    init_strict: OnOff = setting("on", "fixed")
     """Fail if initial weights don't fit the model; off: load those that fit, list the others."""
     freeze: tuple[str, ...] = setting((), "must_match", repeatable=True)
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
@@ -392,6 +428,8 @@ class Config(Section, Generic[TaskT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.run is None or bool(self.run.strip()), "run", "give the path of a folder.")
+        self.check(self.steps is None or self.epochs is None, "steps",
+                   f"--epochs {self.epochs} sets the length of the run too; give one of them.")
         for text in self.inject:
             fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
@@ -404,9 +442,25 @@ class Config(Section, Generic[TaskT]):
         """All settings as (dotted name, value, change on resume), the task's fields included."""
         yield from _leaves(self, "", "ignored")
 
-    def total_steps(self, epoch: int) -> int:
-        """Length of the run in optimizer steps, from those of an epoch."""
-        return self.steps if self.steps is not None else (self.epochs or 5) * epoch
+
+def without_unread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name; of those recorded by a version without --optim.options, only what
+    that run read. Later versions refuse the others."""
+    recorded = {f"optim.{name}" for settings in DEFAULTS.values() for name in settings}
+    if "optim.options" in values or not recorded <= values.keys():
+        return dict(values)
+    name, decay = values.get("optim.name", "adamw"), values["optim.weight_decay"]
+    read = {f"optim.{field}" for field in DEFAULTS.get(name, ())}
+    if ":" in name and decay != DEFAULTS["adamw"]["weight_decay"]:
+        read.add("optim.weight_decay")
+    unread = recorded - read
+    if values.get("schedule.name") not in ("cosine", "linear"):
+        unread.add("schedule.min_ratio")
+    if values.get("clip.value"):
+        unread.add("clip.norm")
+    if values.get("steps") is not None:
+        unread.add("epochs")
+    return {name: value for name, value in values.items() if name not in unread}
 
 
 def _leaves(part: Any, prefix: str, change: Change) -> Iterator[tuple[str, Any, Change]]:

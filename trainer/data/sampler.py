@@ -16,10 +16,19 @@ from trainer import rng
 from trainer.distributed.partition import block, micro_batches_per_rank
 
 
+@dataclass(frozen=True)
+class DataPosition:
+    """A position of the run: after `step` steps, `sample` samples of an epoch are consumed."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """How an epoch of `samples` samples is split into windows (global batches) and micro-batches;
-    steps count from 1, epochs from 0."""
+    steps count from 1, epochs from 0. It begins at `origin`; what came before had other windows."""
 
     samples: int
     global_size: int
@@ -28,18 +37,42 @@ class BatchPlan:
     in_lanes: bool = False
     """Whether the data are a stream: a micro-batch per lane in each window, also short or empty."""
 
+    origin: DataPosition = DataPosition()
+
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.samples, self.global_size)
+        return self._windows(self.samples)
+
+    def _windows(self, samples: int) -> int:
+        whole, rest = divmod(max(0, samples), self.global_size)
         return whole + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def _first_windows(self) -> int:
+        """Windows in the epoch of the origin."""
+        return self._windows(self.samples - self.origin.sample)
+
+    def place_after(self, step: int) -> DataPosition:
+        """The position after a step: epoch and first sample of the next one."""
+        number = step - self.origin.step
+        if number < self._first_windows:
+            first = self.origin.sample + number * self.global_size
+            return DataPosition(step, self.origin.epoch, first)
+        epochs, window = divmod(number - self._first_windows, self.steps_per_epoch)
+        return DataPosition(step, self.origin.epoch + 1 + epochs, window * self.global_size)
 
     def epoch_of(self, step: int) -> int:
         """The epoch (from 0) of a step."""
-        return (step - 1) // self.steps_per_epoch
+        return self.place_after(step - 1).epoch
+
+    def steps_of(self, epochs: int) -> int:
+        """Steps of a run of this number of epochs."""
+        left = self._first_windows + (epochs - self.origin.epoch - 1) * self.steps_per_epoch
+        return self.origin.step + max(0, left)
 
     def window(self, step: int) -> tuple[int, int]:
         """The range (first, end) of a step's samples in the order of its epoch."""
-        first = (step - 1) % self.steps_per_epoch * self.global_size
+        first = self.place_after(step - 1).sample
         return first, min(first + self.global_size, self.samples)
 
     def micro_batches(self, step: int) -> int:
@@ -57,10 +90,13 @@ class MicroBatchSpec:
     step: int
     epoch: int
     number: int
-    """Number of the micro-batch in its global batch; -1 for an empty one."""
+    """Number of the micro-batch in its global batch; -1 for a stand-in."""
     last: bool
     """Whether it is the rank's last one of the step, whose backward synchronises gradients."""
     indices: tuple[int, ...]
+    stand_in: tuple[int, ...] = ()
+    """Samples to compute without any effect where there are no `indices`, since other ranks may
+    wait for this one in a collective of the forward or backward."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +136,7 @@ class MicroBatchSampler:
         numbers = list(block(micro_batches, self.rank, self.num_ranks))
         numbers += [-1] * (micro_batches_per_rank(micro_batches, self.num_ranks) - len(numbers))
         for place, number in enumerate(numbers, start=1):
-            start = first + number * self.plan.micro_size
-            stop = min(start + self.plan.micro_size, end)
-            indices = () if number < 0 else tuple(order[start:stop].tolist())
-            yield MicroBatchSpec(step, epoch, number, place == len(numbers), indices)
+            start = first + max(number, 0) * self.plan.micro_size
+            indices = tuple(order[start : min(start + self.plan.micro_size, end)].tolist())
+            used, stand_in = (indices, ()) if number >= 0 else ((), indices)
+            yield MicroBatchSpec(step, epoch, number, place == len(numbers), used, stand_in)

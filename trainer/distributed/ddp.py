@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -20,9 +20,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import torch_private
-from trainer.distributed.peer_errors import lost_peer
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
-from trainer.task import Outcome, check_outcome
+from trainer.errors import ConfigError, listed
+from trainer.task import Outcome, check_outcome, first_batch
 
 if TYPE_CHECKING:
     from trainer.data.sampler import MicroBatchSpec
@@ -77,6 +76,7 @@ class MetricAccumulator:
 
     def __init__(self, *, on_host: bool) -> None:
         self.names: tuple[str, ...] | None = None  # of the task's metrics, once a forward has run
+        self.named_losses = 0  # the first of these metrics
         self.totals: list[Tensor | float] = []
         """Loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
@@ -89,7 +89,7 @@ class MetricAccumulator:
         self._requests: tuple[bool, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
-        """Add a micro-batch; return its loss, a scalar with a graph."""
+        """Add a micro-batch, a stand-in with zeros; return its loss, a scalar with a graph."""
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
@@ -103,10 +103,13 @@ class MetricAccumulator:
             raise ConfigError(f"the task returned the metrics {list(self.names or ())} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
         self.names = names
+        self.named_losses = len(outcome.total) if isinstance(outcome.total, Mapping) else 0
         numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
         row: list[Any] = [n.detach() if isinstance(n, Tensor) else float(n) for n in numbers]
         if self._on_host:
             row = list(map(float, row))
+        if not samples:
+            row, total = [0.0] * len(row), total * 0
         self._rows.append(row)
         self._totals.append(row[0])
         return total
@@ -165,6 +168,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._nonfinite = False, nonfinite
+        self._is_first_batch = True  # until a forward with samples
         self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
@@ -176,17 +180,16 @@ class Objective(nn.Module):
 
     def forward(self, batch: Any, samples: int, requests_if_last: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
-        """Compute the scalar loss of a micro-batch. Only the last one of a step carries this rank's
-        requests: its backward reduces gradients and sums."""
-        try:
+        """Compute the scalar loss of a micro-batch; without `samples` it is a stand-in. Only the
+        last one of a step carries this rank's requests: its backward reduces gradients and sums."""
+        # A stand-in's buffers are put back, so those before it are checked.
+        before = self._nonfinite() if requests_if_last is not None and not samples else None
+        is_first, self._is_first_batch = self._is_first_batch, False
+        with first_batch() if is_first else contextlib.nullcontext():
             outcome = self.loss(self.model, batch)
-        except Exception as error:
-            if not samples and not lost_peer(error):
-                error.add_note(EMPTY_BATCH_NOTE)
-            raise
         if self._look is not None:
             self._look(outcome)
-        if self._next_is_nan:
+        if self._next_is_nan and samples:
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.accumulator.add(outcome, samples, replaced)
@@ -195,7 +198,8 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             loss = loss * self._factor
         if requests_if_last is not None:
-            self.accumulator.set_requests(requests_if_last, self._nonfinite())
+            self.accumulator.set_requests(
+                requests_if_last, self._nonfinite() if samples else before)
             if self.stats_carrier is not None:
                 sums = _stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))
@@ -226,7 +230,14 @@ class Objective(nn.Module):
         reduced, self.stats_carrier.grad = self.stats_carrier.grad, None
         assert reduced is not None, "no synchronised backward has run"
         reduced = reduced[: self.accumulator.width]
-        return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
+        if not self._on_host:
+            return reduced * factor
+        return self._round_counts([n * factor for n in reduced.tolist()])
+
+    def _round_counts(self, sums: list[float]) -> list[float]:
+        """Round the counts, and the sums of metrics, which mostly are counts; not the losses."""
+        named = range(len(_FIXED), len(_FIXED) + 2 * self.accumulator.named_losses, 2)
+        return [n if i == 0 or i in named else _snap(n) for i, n in enumerate(sums)]
 
     def swap_sums(self, sums: Vector | None) -> Vector:
         """See `MetricAccumulator.swap`; only without `stats_carrier`."""
@@ -248,7 +259,7 @@ class Objective(nn.Module):
             values, norm = vector, float(grad_norm)
         else:
             *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
-            values = [_snap(v) for v in numbers]
+            values = self._round_counts(numbers)
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
@@ -287,7 +298,7 @@ def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def _snap(value: float) -> float:
-    """Round a sum of integers that is off by rounding: 3 times the mean over 3 ranks may be."""
+    """Round a count that is off by rounding: 3 times the mean over 3 ranks may be."""
     if not abs(value) < 2**24:  # true for NaN and infinities too
         return value
     nearest = round(value)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from trainer.errors import ConfigError
+
+OMP = "OMP_NUM_THREADS"
 
 
 def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> torch.device:
@@ -39,10 +45,51 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
     raise ConfigError(f"--device {wanted}: unknown device; use auto, cpu, cuda or mps.")
 
 
+def auto_threads(local_size: int, env: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Number of threads of a rank for `--world.threads auto`, and its reason unless that is the
+    number of cores: OMP_NUM_THREADS, or the share of a rank in the cores."""
+    text = env.get(OMP, "").split(",")[0].strip()
+    by_torchrun = ("TORCHELASTIC_RUN_ID" in env and "TRAINER_LAUNCH" not in env
+                   and local_size > 1)  # torchrun sets 1, unless it is set
+    if not text or (text == "1" and by_torchrun):
+        limited = cpu_quota() < len(os.sched_getaffinity(0))
+        return share_of_cores(local_size), "the CPU quota" * limited
+    if not (text.isdecimal() and 1 <= int(text) <= 1024):
+        raise ConfigError(f"environment variable {OMP} is {text!r}; use a number from 1 to 1024, "
+                          "or unset it.")
+    return int(text), OMP
+
+
 def share_of_cores(local_size: int) -> int:
-    """Intra-op threads of a rank: cores available to this process / ranks on this host, at least 1.
-    OMP_NUM_THREADS is ignored, which torchrun sets to 1 unless the user has set it."""
-    return max(1, len(os.sched_getaffinity(0)) // local_size)
+    """Cores for one of the ranks on this host, at least 1: those that this process may use, also
+    under the CPU quota of a container."""
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), cpu_quota()) / local_size))
+
+
+def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+              ) -> float:  # fmt: skip
+    """Cores that the control groups of this process allow, infinite without a limit."""
+    quotas = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = root / controllers
+            # In a container, the path may be that of the host, where only `top` exists.
+            folder = top / path.lstrip("/")
+            for place in (folder, *folder.parents[:len(folder.parts) - len(top.parts)]):
+                quotas += _quota_in(place)
+    return min(quotas)
+
+
+def _quota_in(folder: Path) -> Iterator[float]:
+    """The CPU limit of a control group, if it has one: of version 2, or of version 1."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
 
 
 def device_mb(device: torch.device) -> float:

@@ -351,7 +351,7 @@ class RankInvariantReduction:
         for i, (parameter, view) in enumerate(zip(self._parameters, total.gradients, strict=True)):
             parameter.grad = view if used is None or used[i] else None
         sums = numbered[:, : self._sums].sum(0)
-        sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of empty micro-batches
+        sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of stand-ins
         self.statistics.fold(numbered[:, self._width :])
         if (nonfinite := self._buffers.nonfinite(self.shared)) is not None:  # equal on all ranks
             sums[0] += nonfinite  # detects micro-batches before the last one too

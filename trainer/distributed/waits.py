@@ -7,6 +7,8 @@ import threading
 from enum import Enum
 from types import CodeType, FrameType, TracebackType
 
+from trainer.storage.files import display_path
+
 
 class WaitsFor(Enum):
     """What a thread waits for."""
@@ -72,6 +74,20 @@ def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
             return WaitsFor.PERSON
         frame = frame.f_back
     return WaitsFor.NOBODY
+
+
+def collective_of_user(frame: FrameType | None) -> str:
+    """The collective of torch in which the thread with this innermost frame waits, with the line of
+    user code that has called it; "" if the trainer has, or if it waits elsewhere."""
+    name = ""
+    while frame is not None and _module(frame).partition(".")[0] == "torch":
+        if f"{_module(frame)}.".startswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None or not name or _module(frame).partition(".")[0] == "trainer":
+        return ""
+    code = frame.f_code
+    return f"{name} ({display_path(code.co_filename)}:{frame.f_lineno} in {code.co_name})"
 
 
 def _module(frame: FrameType) -> str:

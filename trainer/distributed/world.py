@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer import errors
 from trainer.distributed import allocator, nccl, serialization, sockets, torch_private
-from trainer.distributed.device import choose_device, share_of_cores
+from trainer.distributed.device import auto_threads, choose_device
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError, StopRequested, TrainerError
@@ -88,6 +88,7 @@ class World:
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.threads = threads  # intra-op: they affect the bits, so a resumed run keeps them
+        self.threads_reason = ""  # of their number; "": the flag, or the cores
         self.nonce = uuid.uuid4().hex  # new for each attempt, equal on all ranks
         self.store: dist.Store | None = None
         """Key-value store of this attempt; None in a world of one. It has one locked connection: a
@@ -110,7 +111,7 @@ class World:
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        long_timeout_s: float = 1800.0, threads: int | None = None,
+        long_timeout_s: float = 1800.0, threads: int | str = "auto",
         launch: LaunchInfo | None = None,
     ) -> World:
         """Collective. Connect to the other ranks and create the process groups.
@@ -120,12 +121,13 @@ class World:
             join_timeout_s: how long to wait for ranks that start later.
             long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of
                 all collectives inside `long_timeout()`.
-            threads: default: the cores available to this process / ranks on this host.
+            threads: auto: OMP_NUM_THREADS, or the cores of this host / ranks on it.
         """
         launch = launch or LaunchInfo.from_environment()
         chosen = choose_device(device, launch.size, launch.local_rank, launch.local_size)
-        world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
-        torch.set_num_threads(world.threads)
+        count, reason = auto_threads(launch.local_size) if threads == "auto" else (int(threads), "")
+        world = cls(launch, chosen, count)
+        world.use_threads(count, reason)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         elif chosen.type == "cpu":
@@ -175,8 +177,8 @@ class World:
                 "there are GPUs, --device cpu, or a device for each rank (Slurm: "
                 "--gpus-per-task=1).")
 
-    def use_threads(self, threads: int) -> None:
-        self.threads = threads
+    def use_threads(self, threads: int, reason: str = "") -> None:
+        self.threads, self.threads_reason = threads, reason
         torch.set_num_threads(threads)
 
     def supersede(self) -> None:

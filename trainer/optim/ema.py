@@ -74,10 +74,14 @@ class Ema:
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}
 
-    def load(self, tensors: Mapping[str, Tensor] | None, state: Mapping[str, Any]) -> None:
-        """Restore the average; without `tensors` it starts with the next update."""
+    def load(self, tensors: Mapping[str, Tensor] | None, state: Mapping[str, Any], *,
+             extended: bool = False) -> None:
+        """Restore the average; without `tensors` it starts with the next update. If it is
+        `extended`, parameters without a saved average begin with their weights."""
         if tensors is None:
             tensors, state = self._live, {"updates": 0}
+        if extended:
+            tensors = {**self._live, **tensors}
         for name in self._average:
             if name not in tensors or tensors[name].shape != self._average[name].shape:
                 raise CheckpointDamaged(f"the averaged weights do not contain {name}, or contain "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import inspect
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Clip, Optim
+from trainer.config.schema import DEFAULTS, Clip, Optim
 from trainer.distributed.torch_private import BatchNorm
 from trainer.errors import ConfigError, listed
 from trainer.task import load_object
@@ -21,8 +22,12 @@ WITH_STATISTICS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceN
 NORMS = (*WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 Groups = list[dict[str, Any]]
 
+SHIPPED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW,
+                                                   "sgd": torch.optim.SGD}
+WEIGHT_DECAY: float = DEFAULTS["adamw"]["weight_decay"]
 
-def parameter_groups(model: nn.Module, weight_decay: float, rates: Sequence[str] = (),
+
+def parameter_groups(model: nn.Module, weight_decay: float | None, rates: Sequence[str] = (),
                      lr: float = 0.0) -> Groups:
     """Split the trainable parameters into two groups for each learning rate, with and without
     weight decay.
@@ -31,6 +36,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, rates: Sequence[str]
     than 2 dimensions do not.
 
     Args:
+        weight_decay: None if the optimizer has none.
         rates: PATTERN=FACTOR of `lr`; the first pattern that matches a name counts.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -43,8 +49,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, rates: Sequence[str]
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for factor in sorted(set(factors.values()), key=lambda f: (f != 1, f)):
         rate = {"lr": lr * factor} if rates else {}
-        groups[factor, True] = {"params": [], "weight_decay": weight_decay, **rate}
-        groups[factor, False] = {"params": [], "weight_decay": 0.0, **rate}
+        for decays in (True, False):
+            decay = {} if weight_decay is None else {
+                "weight_decay": weight_decay if decays else 0.0}
+            groups[factor, decays] = {"params": [], **decay, **rate}
     for name, p in trainable.items():
         decays = p.dim() >= 2 and p not in in_norms and name.rpartition(".")[2] != "bias"
         groups[factors[name], decays]["params"].append((name, p))
@@ -94,32 +102,39 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def make_optimizer(config: Optim, model: nn.Module,
                    groups: Callable[[nn.Module], Groups] | None = None) -> torch.optim.Optimizer:
-    """Build the configured optimizer for the model's trainable parameters.
+    """Build the configured optimizer for the model's trainable parameters. A setting that the
+    optimizer doesn't read is refused.
 
     Args:
         groups: `parameter_groups` of the task; None if the task does not define it.
     """
+    cls: Any = SHIPPED.get(config.name) or load_object(config.name, flag="--optim.name")
+    arguments = _arguments(config, cls, model)
     if groups is None:
-        made = parameter_groups(model, config.weight_decay, config.rates, config.lr)
+        made = parameter_groups(model, arguments.get("weight_decay"), config.rates, config.lr)
     elif config.rates:
         raise ConfigError(f"--optim.rates {' '.join(config.rates)}: the task defines "
                           "parameter_groups(); set the rates (\"lr\") there.")
     else:
         made = _checked(groups(model), model)
+        _refuse_overridden(config, made)
     if not made:
         raise ConfigError("--task, --freeze: there is no parameter to train: the model has none, "
                           "all are frozen, or the task's parameter_groups(model) is empty.")
     try:
-        optimizer = _make(config, model, made)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
+        optimizer = cls(made, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"--optim.name {config.name}: calling it with parameter groups (those of the task's "
-            f"parameter_groups(), if defined), lr and weight_decay raised {error}.") from error
+            f"parameter_groups(), if defined) and {', '.join(arguments)} raised {error}."
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is not a torch.optim.Optimizer, so its "
                           "state could not be saved; derive it from that class.")
+    named = {name for name, _ in _parameters(cls)}
+    for key in _given(config):  # **kwargs may have dropped it
+        if key not in named and key not in optimizer.defaults:
+            raise ConfigError(f"{_flags(config)[key]}: {config.name} doesn't read it; omit it.")
     for key in {key: None for group in made for key in group if groups is not None}:
         near = difflib.get_close_matches(key, optimizer.defaults, n=1, cutoff=0.85)
         if near and key not in optimizer.defaults:  # torch would ignore it
@@ -129,29 +144,89 @@ def make_optimizer(config: Optim, model: nn.Module,
     return optimizer
 
 
-def _make(config: Optim, model: nn.Module, groups: Groups) -> Any:
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    fused = all(_is_whole(p) for p in model.parameters() if p.requires_grad) or None
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=fused, **options)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, momentum=config.momentum, fused=fused,
-                               nesterov=config.nesterov == "on", **options)
-    cls = load_object(config.name, flag="--optim.name")
-    if cls in (torch.optim.Rprop, torch.optim.SparseAdam):  # those of torch without weight decay
-        if config.weight_decay not in (0, Optim().weight_decay):
-            raise ConfigError(f"--optim.weight-decay {config.weight_decay}: {config.name} has no "
-                              "weight decay; remove the flag.")
-        del options["weight_decay"]
-        groups = [{k: v for k, v in g.items() if k != "weight_decay"} for g in groups]
-    arguments = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
-    needed = [p.name for p in list(arguments.values())[1:]
-              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needed:
+def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
+    """The arguments for an optimizer's class, besides the groups: those set that it takes."""
+    step = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
+    if needed := [p.name for p in list(step.values())[1:]
+                  if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
         raise ConfigError(f"--optim.name {config.name}: its step() requires {needed[0]}, to "
                           "compute the loss several times per update; the trainer computes it "
                           "once. Use an optimizer that needs no such argument, such as adamw.")
-    return cls(groups, **options)
+    takes = dict(_parameters(cls)[1:])  # the first one receives the groups
+    any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    given, flags = _given(config), _flags(config)
+    if given.get("weight_decay") == 0 and "weight_decay" not in takes:
+        del given["weight_decay"]  # without decay, as it is
+    for key in given:
+        if key not in takes and not any_name:
+            own = [name for name in takes if name not in ("lr", *_settings(config))]
+            raise ConfigError(f"{flags[key]}: {config.name} doesn't read it; omit it. Its options "
+                              f"are {', '.join(own) or 'none'}.")
+        default = takes[key].default if key in takes else None
+        if isinstance(default, bool) and not isinstance(given[key], bool):
+            raise ConfigError(f"{flags[key]}: expected true or false.")
+    arguments: dict[str, Any] = {"lr": config.lr}
+    if any_name or "weight_decay" in takes:
+        arguments["weight_decay"] = WEIGHT_DECAY
+    if config.name in SHIPPED:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        arguments["fused"] = all(map(_is_whole, trained)) or None
+    return arguments | given
+
+
+def _settings(config: Optim) -> dict[str, Any]:
+    """Arguments of an optimizer's class that have a flag, besides lr; None: not set."""
+    nesterov = None if config.nesterov is None else config.nesterov == "on"
+    return {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
+            "momentum": config.momentum, "nesterov": nesterov}
+
+
+def _given(config: Optim) -> dict[str, Any]:
+    """The arguments of the optimizer's class that the configuration sets, besides lr."""
+    given = {key: value for key, value in _settings(config).items() if value is not None}
+    for text in config.options:
+        key, _, value = text.partition("=")
+        if key in ("lr", *given):
+            raise ConfigError(f"--optim.options {text}: use --optim.{key.replace('_', '-')}.")
+        given[key] = _parsed(value)
+    return given
+
+
+def _flags(config: Optim) -> dict[str, str]:
+    """Each argument that the configuration may set → its flag, with the value."""
+    flags = {text.partition("=")[0]: f"--optim.options {text}" for text in config.options}
+    for key, value in {"lr": config.lr, **_settings(config)}.items():
+        shown = (" ".join(map(str, value)) if isinstance(value, tuple) else
+                 {True: "on", False: "off"}.get(value, value) if key == "nesterov" else value)
+        flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
+    return flags
+
+
+def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
+    return list(inspect.signature(cls).parameters.items())
+
+
+def _parsed(text: str) -> Any:
+    """The value of an option: a tuple of several, a boolean, None, a number or a string."""
+    if "," in text:
+        return tuple(_parsed(part) for part in text.split(",") if part)
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _refuse_overridden(config: Optim, groups: Groups) -> None:
+    """Refuse a setting that each of the task's groups sets itself."""
+    default = Optim(name=config.name)
+    plain = {"lr": default.lr, **_given(default)}
+    for key, value in {"lr": config.lr, **_given(config)}.items():
+        if all(key in group for group in groups) and (key not in plain or plain[key] != value):
+            raise ConfigError(f"{_flags(config)[key]}: each group of the task's parameter_groups() "
+                              f"sets {key!r} itself, so the flag would have no effect; omit it.")
 
 
 def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
@@ -211,10 +286,10 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
             else torch.tensor(0.0))
     if config.value > 0:
         torch.nn.utils.clip_grad_value_(parameters, config.value)
-    elif config.norm > 0 and not (norm.is_cpu and float(norm) < 0.999 * config.norm):
+    elif (limit := config.norm or 0.0) and not (norm.is_cpu and float(norm) < 0.999 * limit):
         # A norm that is not finite counts as 0, which changes no gradient: otherwise one NaN would
         # spread to all gradients and hide its origin.
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
         # The factor of `clip_grads_with_norm_`, which groups tensors by device on each call.
-        torch._foreach_mul_(gradients, (config.norm / (finite + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (limit / (finite + 1e-6)).clamp(max=1.0))
     return norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from trainer.config.fields import Duration
-from trainer.config.schema import Schedule
+from trainer.config.schema import MIN_RATIO, Config, Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
@@ -47,8 +48,18 @@ def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
         return (update + 1) / warmup
     if config.name == "constant":
         return 1.0
-    done = min(1.0, (update + 1 - warmup) / max(1, total - warmup))
-    return config.min_ratio + (1 - config.min_ratio) * (1 + math.cos(math.pi * done)) / 2
+    done, low = min(1.0, (update + 1 - warmup) / max(1, total - warmup)), config.min_ratio or 0.0
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _unread(name: str, given: Mapping[str, Any]) -> set[str]:
+    """Arguments of torch's class that the others switch off."""
+    unread = {"last_epoch"}  # the position is restored in another way
+    if name == "one-cycle":
+        unread |= {"epochs", "steps_per_epoch"}  # total_steps is always given
+        if given.get("cycle_momentum") is False:
+            unread |= {"base_momentum", "max_momentum"}
+    return unread
 
 
 class Scheduler:
@@ -135,6 +146,8 @@ class Scheduler:
                 if min(given["milestones"]) <= 0:
                     raise ValueError("it needs milestones after the warm-up, such as "
                                      "milestones=30ep,60ep")
+            for key in _unread(name, given) & given.keys():
+                raise ValueError(f"{key} would have no effect: omit it")
             mode = [self._direction] if self.metric else []
             return cls(self._optimizer, *mode, **{**defaults.get(name, {}), **given})
         except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -176,6 +189,26 @@ class Scheduler:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak["lr"] * value
 
+    def end(self, total: int) -> tuple[int, float] | None:
+        """The number of updates after which the rate of the first group stays as it is in a run of
+        `total` updates, and this rate; None if it has no end. Of a function only an end at 0."""
+        name, lengths, peak = self._config.name, self._lengths, self._peaks[0]["lr"]
+        if name == "cosine":
+            return lengths.total, peak * self._factor(lengths.total - 1)
+        if name == "linear":
+            return self._first + self._main.total_iters + 1, peak * self._main.end_factor
+        if name == "one-cycle":
+            return (self._first + self._main.total_steps,
+                    self._optimizer.param_groups[0]["min_lr"])
+        if name == "cosine-annealing":
+            share = (lengths.total - 1 - self._first) / self._main.T_max
+            low = self._main.eta_min
+            return lengths.total, low + (peak - low) * (1 + math.cos(math.pi * share)) / 2
+        if ":" in name and self._factor(total - 1) == 0:
+            zeros = itertools.takewhile(lambda n: self._factor(n) == 0, range(total - 1, -1, -1))
+            return 1 + min(zeros), 0.0
+        return None
+
     def _is_at_its_end(self) -> bool:
         """Whether the rate stays constant from here on, so as not to rise again in a longer run."""
         if self._config.name == "one-cycle":
@@ -208,7 +241,8 @@ class Scheduler:
 
     def _description(self) -> list[Any]:
         config, lengths = self._config, self._lengths
-        return [config.name, str(config.warmup), config.min_ratio, *config.options, lengths.epoch,
+        ratio = MIN_RATIO if config.min_ratio is None else config.min_ratio
+        return [config.name, str(config.warmup), ratio, *config.options, lengths.epoch,
                 lengths.total]
 
     def load_state_dict(self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -218,6 +252,7 @@ class Scheduler:
         live = self._optimizer.param_groups
         same = state["of"] == self._description() and all(
             saved.get("initial_lr") == group["initial_lr"]
+            and all((key in saved) == (key in group) for key in MOVED)  # the same optimizer
             for saved, group in zip(groups, live, strict=True))
         if self._main is None:
             self._jump(state["updates"])
@@ -235,8 +270,10 @@ class Scheduler:
                     self.step()
             if self.metric and state["of"][0] == "plateau":
                 self._restore_counters(state)
+                shares = [g["lr"] / g["initial_lr"] for g in groups if g]
                 for saved, group in zip(groups, live, strict=True):
-                    group["lr"] = saved["lr"] / saved["initial_lr"] * group["initial_lr"]
+                    share = saved["lr"] / saved["initial_lr"] if saved else shares[0]
+                    group["lr"] = share * group["initial_lr"]
 
     def _restore_counters(self, state: Mapping[str, Any]) -> None:
         """Set the positions of the schedulers, and the best value of `plateau`."""
@@ -247,3 +284,20 @@ class Scheduler:
         self._main.load_state_dict(counters)
         if rise is not None and self._warmup is not None:
             self._warmup.load_state_dict({"last_epoch": rise[0], "_step_count": rise[1]})
+
+
+def describe_end(config: Config[Any], lengths: ScheduleLengths, total: int) -> tuple[int, str]:
+    """The step with which the schedule ends, and a warning; (0, "") if it is the last one."""
+    likeness = torch.optim.SGD([torch.zeros(1)], lr=config.optim.lr, momentum=0.9)
+    end = Scheduler(config.schedule, likeness, lengths).end(total)
+    if end is None or end[0] == total:
+        return 0, ""
+    (step, rate), name = end, f"--schedule.name {config.schedule.name}"
+    remedy = (f"--schedule.replan on plans it over {total} steps" if lengths.total != total else
+              "change --schedule.options, the function, or the length of the run")
+    if step > total:
+        return step, (f"{name} is planned over {step} steps and the run ends after {total}, before "
+                      f"the rate has come to its end; {remedy}")
+    changes = "keep this rate" if rate else "change no weights"
+    return step, (f"{name} reaches its last rate, {rate:g}, with step {step}: the other "
+                  f"{total - step} of {total} steps {changes}; {remedy}")

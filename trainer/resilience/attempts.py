@@ -25,7 +25,8 @@ class Attempt:
     world_size: int
     start_step: int
     end_step: int
-    end: str = "died"  # or finished, stopped, gave up, refused, failure; died: no event of its end
+    end: str = "died"  # or finished, stopped, gave up, refused, failure, running
+    nonce: str | None = None  # in its events, and in the lock file while it runs
     launch: str | None = None  # equal in all attempts started by one launcher
     version: str | None = None  # digest of the configuration and the task's code
     cause: Event | None = None  # the first failure, or a secondary one if there is no other
@@ -45,8 +46,9 @@ class Attempt:
         return None if self.reached is None else self.reached + 1
 
 
-def read_attempts(events: Iterable[Event]) -> list[Attempt]:
-    """All attempts, in order, from events in order of time."""
+def read_attempts(events: Iterable[Event], owner: str | None = None) -> list[Attempt]:
+    """All attempts, in order, from events in order. An attempt without an event of its end died,
+    unless `owner`, the nonce of the living owner of the run folder, is its own."""
     attempts: dict[int, Attempt] = {}
     reached: dict[int, int | None] = {}
     for event in events:
@@ -56,14 +58,28 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
             reached[number] = event.get("reached") if event["rank"] == 0 else None
             attempts[number] = Attempt(
                 number=number, world_size=event["world_size"], start_step=event["step"],
-                end_step=event["step"], launch=event.get("launch"), version=event.get("version"))
+                end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
+                nonce=event.get("nonce"))
         elif number in attempts:
             _add(attempts[number], event)
     found = [attempts[number] for number in sorted(attempts)]
+    for attempt in found[-1:]:
+        if attempt.end == "died" and owner is not None and attempt.nonce == owner:
+            attempt.end = "running"
     for attempt, following in itertools.pairwise(found):
         attempt.reached = reached[following.number]
         attempt.relaunched = attempt.launch is not None and attempt.launch == following.launch
     return found
+
+
+def running_s(records: Iterable[Event]) -> float:
+    """Seconds from the first to the last record of each attempt, summed."""
+    spans: dict[int, tuple[float, float]] = {}
+    for record in records:
+        time, number = record["time"], record["attempt"]
+        begin, end = spans.get(number, (time, time))
+        spans[number] = min(begin, time), max(end, time)
+    return sum(end - begin for begin, end in spans.values())
 
 
 def _add(attempt: Attempt, event: Event) -> None:

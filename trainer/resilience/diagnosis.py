@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.distributed.peer_errors import TRAINER_FOLDER, foreignness, lost_peer, text_of
-from trainer.errors import EMPTY_BATCH_NOTE, EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.resilience.attempts import failure_sentence
 from trainer.resilience.launcher_channel import record_failure, tell
 from trainer.storage.files import display_path
@@ -57,6 +57,12 @@ class Failure:
         if code == EXIT_FAILURE:
             _report(event, error)
 
+    def advise(self) -> None:
+        """Log the remedies for exhausted memory."""
+        found, config = self._found, self._config
+        if found is not None and found.memory and config is not None:
+            self._log.error(explain_memory(found.memory, self._event["failed_phase"], config))
+
     def explain(self) -> tuple[int, str]:
         """Explain it on the console; returns the exit code and the last line."""
         log, error, found = self._log, self._error, self._found
@@ -69,8 +75,7 @@ class Failure:
             log.warning(f"{message}; leaving")
             return EXIT_FAILURE, ""
         say(_stack(error))
-        if found.memory and self._config is not None:
-            log.error(explain_memory(found.memory, self._event["failed_phase"], self._config))
+        self.advise()
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
         log.error(last := failure_sentence(self._event))
@@ -171,15 +176,13 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error at a system limit or by an empty micro-batch; "" if none is known."""
+    """Remedy for an error at a system limit; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
             for words, helps in _LIMITS:
                 if re.search(words, text_of(seen), re.IGNORECASE):
                     return helps
-        if EMPTY_BATCH_NOTE in getattr(seen, "__notes__", ()):
-            return EMPTY_BATCH_NOTE
         seen = seen.__cause__
     return ""
 
@@ -200,8 +203,10 @@ def explain_memory(memory: str, phase: str, config: Any) -> str:
     if memory == "rank":
         if config.precision.dtype in ("auto", "fp32"):
             found.append("mixed precision: --precision.dtype bf16")
-        found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
-                     "use_reentrant=False) around the blocks of the model")
+        if (every := config.precision.recompute_every) != 1:
+            found.append(f"activation checkpointing: --precision.recompute-every {every // 2 or 1} "
+                         "(without blocks in an nn.Sequential or nn.ModuleList: torch.utils."
+                         "checkpoint.checkpoint(part, x, use_reentrant=False) in the model)")
     return "\n".join([f"{who}, in phase {phase}, with micro-batches of {batch.micro_size}. "
                       "Remedies, in this order:",
                       *(f"  {number}. {words}" for number, words in enumerate(found, 1))])

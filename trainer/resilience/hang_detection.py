@@ -38,6 +38,10 @@ class Pace:
             return self._fixed_s
         return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
+    @property
+    def is_learnt(self) -> bool:
+        return self._fixed_s is None
+
     def see(self, place: Place, phase: Phase, now: float) -> float:
         """Record the place of the main thread; return the limit. The shortest limit allows for
         pauses between two calls, which are missed."""
@@ -85,17 +89,21 @@ class Patience:
 
 
 def patience(
-    phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
+    phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None, *,
+    learnt: bool = False,
 ) -> Patience:
     """Time limits of a rank's main thread in a stage and after its last mark, or of the checkpoint
-    writer (in `Phase.SAVE`). `limit_s` holds inside steps, `start_s` at the start."""
+    writer (in `Phase.SAVE`). `limit_s` holds inside steps, `start_s` at the start. A `learnt` limit
+    says nothing about the disk, which alone can be slow where no code of the user runs."""
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
     if phase in PREPARING - {Phase.RESTORE} and (phase, point) not in PAST_USER_CODE:
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
-    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
+    only_disk = learnt and Phase.EVALUATE not in (phase, point)
+    return Patience(quiet_s=LONG_S if only_disk else 2 * limit_s,
+                    idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
 
 
 def name_place(phase: Phase, point: Phase | None) -> str:
@@ -117,6 +125,7 @@ class RankReport:
     saving: str = ""  # position of its checkpoint writer; empty if the writer is idle
     dumped: bool = False  # it has written its stacks
     flag: str = ""  # the flag that sets that limit, with its value
+    collective: str = ""  # in which it waits, if user code has called it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,5 +170,18 @@ def find_hang(
     if not own.over or not all(peer.report and peer.report.over for peer in peers.values()):
         return None
     stuck = tuple(r for r, peer in peers.items() if peer.report and not peer.report.waits)
-    return HangReport(culprits=stuck, why="makes no progress" if stuck else
-                      "all ranks wait for each other")
+    if stuck:
+        return HangReport(culprits=stuck, why="makes no progress")
+    reports = {rank: own, **{r: peer.report for r, peer in peers.items() if peer.report}}
+    return HangReport(culprits=(), why="all ranks wait for each other" + next(
+        (f": rank {r} in {_explain_collective(report)}" for r, report in sorted(reports.items())
+         if report.collective), ""))
+
+
+def _explain_collective(report: RankReport) -> str:
+    """Name the collective of user code in which a rank waits, and the remedy."""
+    if report.phase not in (Phase.EVALUATE, Phase.FINISH):
+        return f"{report.collective}, which other ranks have not called: call it on every rank"
+    return (f"{report.collective}, which other ranks call less often: their numbers of validation "
+            "batches differ. Let loss() return sums and counts (metrics, table), which are added "
+            "up over all ranks, without a collective of its own")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import tempfile
+from pathlib import Path
 
 from trainer.errors import ConfigError
 
@@ -30,13 +32,26 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
 
 
-def check_current_folder() -> None:
-    """Refuse a current folder that has been deleted, before torch's libraries abort the process."""
+def use_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if the locale has another encoding: paths are
+    in files of the run, which another locale reads too."""
+    mode = ["-X", "utf8"]
+    if sys.getfilesystemencoding() != "utf-8" and sys.orig_argv[1:3] != mode:
+        os.execv(sys.executable, [sys.executable, *mode, *sys.orig_argv[1:]])
+
+
+def check_current_folder(*packages: str) -> None:
+    """Refuse a current folder that has been deleted, before torch's libraries abort the process,
+    or that has a file of which `python -m` would think that it is one of our `packages`."""
     try:
-        os.getcwd()
+        files = [os.path.join(os.getcwd(), f"{name}.py") for name in packages]
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}): cd to another one, or "
                           "to the same path again") from error
+    if shadows := [file for file in files if os.path.exists(file)]:
+        name = Path(shadows[0]).stem
+        raise ConfigError(f"{shadows[0]} hides the package {name}: python -m {name} would run this "
+                          "file; rename it, or start from another folder")
 
 
 def check_cache_folder() -> None:

@@ -60,7 +60,7 @@ def worker_stacks() -> tuple[str, list[str]]:
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
     path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
     path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 

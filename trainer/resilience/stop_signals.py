@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import select
@@ -11,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,11 +30,11 @@ class StopSignals:
     be saved, or when the time is up."""
 
     def __init__(self) -> None:
-        self.requested = False
         self.reason = ""
         self.since_s = 0.0
         self.launcher = os.getppid()
         self.senders: Counter[int] = Counter()  # after `shield`: signals by sending process
+        self._requested = False
         self._interrupts = 0
         self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
         self._grace_s = math.inf
@@ -43,8 +44,16 @@ class StopSignals:
         self._leaving = threading.Lock()
         self._before: dict[signal.Signals, Any] = {}  # handled signal → its handler before
         self._wakeup_before = -1
-        self._taker: threading.Thread | None = None
+        self._blocked = -1  # after `shield`: a descriptor, readable while a signal is pending
+        self._taking = threading.RLock()  # a handler may run in the thread that holds it
         self._over = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop is requested, also by a signal that no thread has handled yet."""
+        if not self._requested:
+            self._take_pending()
+        return self._requested
 
     def install(self) -> None:
         self._wake_reader, self._wake_writer = wakeup_pipe()
@@ -60,26 +69,25 @@ class StopSignals:
         """Restore the handlers from before `install`. Main thread only."""
         self._over = True
         self._wake()
-        if self._taker is not None:
-            signal.pthread_kill(self._taker.ident or 0, signal.SIGUSR1)
-            self._taker.join()
+        if self._blocked >= 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def shield(self) -> None:
-        """Receive the signals in a thread, which sees who sends them. Main thread only. Processes
-        started from now on have the signals blocked: they survive a signal to the whole group."""
-        if self._taker is None and self._before:  # signals with another handler are not shielded
+        """Block the signals and take them when they are pending, which tells who has sent them.
+        Main thread only. Processes started from now on have the signals blocked: they survive a
+        signal to the whole group."""
+        if self._blocked < 0 and self._before:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
-            self._taker.start()
+            self._blocked = _signal_fd(self._before)
+            self._wake()
 
     def request(self, reason: str) -> None:
-        if not self.requested:
+        if not self._requested:
             self.reason, self.since_s = reason, time.monotonic()
-            self.requested = True
+            self._requested = True
             self._wake()
 
     def only_from(self, process: int) -> bool:
@@ -121,18 +129,22 @@ class StopSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
 
-    def _take(self) -> None:
-        while True:
-            info = signal.sigwaitinfo(self._before)
-            if self._over:
-                return
-            self.senders[info.si_pid] += 1
-            self._wake(info.si_signo)
+    def _take_pending(self) -> None:
+        """Take the blocked signals. The lock is held from the removal of a signal to its record, so
+        that no other thread finds neither of them."""
+        if self._blocked < 0:
+            return
+        with self._taking:
+            while (info := signal.sigtimedwait(self._before, 0)) is not None:
+                self.senders[info.si_pid] += 1
+                self.request(signal.Signals(info.si_signo).name)
+                self._wake(info.si_signo)
 
     def _attend(self) -> None:
         while not self._over:
             left_s = self.since_s + self._grace_s - time.monotonic() if self.requested else math.inf
-            if is_readable(self._wake_reader, left_s):
+            if is_readable(self._wake_reader, left_s, self._blocked):
+                self._take_pending()
                 for number in self._read_signals():
                     if number in self._before:  # not 0, or a signal of others (SIGCHLD)
                         self.request(signal.Signals(number).name)
@@ -167,7 +179,8 @@ class StopSignals:
             thread.start()
             deadline_s = time.monotonic() + LAST_S
             while thread.is_alive() and time.monotonic() < deadline_s:
-                if is_readable(self._wake_reader, 0.05):
+                if is_readable(self._wake_reader, 0.05, self._blocked):
+                    self._take_pending()
                     self._read_signals()
             os._exit(codes[0] if codes else 1)
 
@@ -210,9 +223,20 @@ def drain(descriptor: int) -> bytes:
     return b""
 
 
-def is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Wait until there is something to read or the other end is closed, for at most `timeout_s`
-    seconds or 24 days. (`select` does not take descriptors from 1,024 on.)"""
+def _signal_fd(numbers: Iterable[int]) -> int:
+    """A descriptor that is readable while one of these signals, which are blocked, is pending."""
+    libc, signals = ctypes.CDLL(None, use_errno=True), (ctypes.c_ulong * 16)()  # a sigset_t
+    for number in numbers:
+        libc.sigaddset(signals, number)
+    if (descriptor := libc.signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "signalfd")
+    return descriptor
+
+
+def is_readable(descriptor: int, timeout_s: float, other: int = -1) -> bool:
+    """Wait until there is something to read (in one of both) or the other end is closed, for at
+    most `timeout_s` seconds or 24 days. (`select` does not take descriptors from 1,024 on.)"""
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
+    for each in {descriptor, other} - {-1}:
+        poll.register(each, select.POLLIN)
     return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from trainer.distributed.waits import WaitsFor, waits_for
+from trainer.distributed.waits import WaitsFor, collective_of_user, waits_for
 from trainer.distributed.world import World
 from trainer.resilience import hang_detection, processes
 from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
@@ -151,14 +151,15 @@ class Watchdog:
             return stuck
         idle_s = now - max(main.at_s, self._resumed_s)
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
-        if idle_s > limit_s / 4:
-            whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
+        frame = sys._current_frames().get(self._main_thread) if idle_s > limit_s / 4 else None
+        if frame is not None:
+            whom = waits_for(self._main_thread, frame)
         if whom is WaitsFor.DEVICE:  # such a wait takes processor time
             quiet_s = idle_s
-        allowed = patience(phase, main.point, limit_s, self._start_s)
+        allowed = patience(phase, main.point, limit_s, self._start_s, learnt=self._pace.is_learnt)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
-            idle_s=round(idle_s, 1), flag=allowed.flag,
+            idle_s=round(idle_s, 1), flag=allowed.flag, collective=collective_of_user(frame),
             waits=whom in (WaitsFor.PEERS, WaitsFor.DEVICE) and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))
@@ -172,7 +173,8 @@ class Watchdog:
             mark = Place(Phase.SAVE_BEGIN, *self._saving)
         idle_s = now - max(mark.at_s, self._resumed_s)
         quiet_s = self._writer_quiet.measure(idle_s, limit_s)
-        if not patience(Phase.SAVE, None, limit_s).is_exceeded(idle_s, quiet_s):
+        allowed = patience(Phase.SAVE, None, limit_s, learnt=self._pace.is_learnt)
+        if not allowed.is_exceeded(idle_s, quiet_s):
             return None
         return RankReport(phase=str(mark.point), step=step, idle_s=round(idle_s, 1), waits=False,
                           over=True)

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import nn
 
-from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
-from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
+from trainer.checkpoint.restore import (
+    CheckpointRef,
+    check_fit,
+    find_checkpoint,
+    find_checkpoint_at,
+)
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
@@ -32,13 +35,14 @@ from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import World
-from trainer.optim import compile_cache, precision
+from trainer.optim import compile_cache, precision, schedules
 from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
-from trainer.run import run_dir, startup_checks
+from trainer.run import circumstances, run_dir, startup_checks
+from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
@@ -68,7 +72,12 @@ def build(
     setup = world.fail_together(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
-    resumption = _find_resumption(context, setup, folder)
+    setup, resumption = _find_resumption(context, setup, folder)
+    # A later start may have another number of ranks.
+    fixed = not (folder.identity.attempt or world.has_nodes
+                 or config.parallel.reduction == "canonical")
+    fault_injection.refuse_unreachable(folder.faults, ranks=world.size if fixed else None,
+                                       total=setup.intervals.total)
     _enter_folder(context, setup, folder, resumption)
     trainable = _make_trainable(context, setup, folder, resumption)
     marks.mark(Phase.START, resumption.position)
@@ -92,35 +101,45 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    # A later start may have another number of ranks.
-    fixed = not (identity.attempt or world.has_nodes or config.parallel.reduction == "canonical")
-    fault_injection.refuse_unreachable(faults, ranks=world.size if fixed else None,
-                                       total=setup.intervals.total)
     store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
                   keep_every=setup.steps(config.checkpoint.keep_every) or None,
                   guard=lock.committing, mark=context.marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
-def _find_resumption(context: Context, setup: Setup, folder: RunFolder) -> Resumption:
-    """Collective. Find the checkpoint to continue from; without one, initialize the weights."""
+def _find_resumption(
+    context: Context, setup: Setup, folder: RunFolder
+) -> tuple[Setup, Resumption]:
+    """Collective. Find the checkpoint to continue from; without one, initialize the weights.
+    Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
+    doubts = startup_checks.check_stream(setup, context.log, config.seed)
     if found is None:
-        return Resumption(found=None, decision=compatibility.ResumeDecision(), position=0,
-                          circumstances=_circumstances(context, setup),
-                          initial_weights=_initialize(context, setup))
+        report, more = _initialize(context, setup)
+        return setup, Resumption(
+            found=None, position=0, initial_weights=report,
+            decision=compatibility.ResumeDecision(reasons=(*doubts, *more)),
+            circumstances=circumstances.find(context, setup))
+    found = found.for_validation(setup.fingerprints["validation"])
     saved, then = found.state, found.state.circumstances
-    if config.world.threads == "auto" and "threads" in then and (
+    if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
-        world.use_threads(then["threads"])  # bits depend on their number
-    now, position = _circumstances(context, setup), saved.progress.step
+        otherwise = f"{world.threads}" + f": {world.threads_reason}" * bool(world.threads_reason)
+        world.use_threads(then["threads"], f"as before; auto would be {otherwise}")
+    check_fit(found, folder.store, setup.model, world)
+    setup, where = carry_over(config, setup, found)
+    setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
+    setup.lengths.load_state_dict(saved.parts["horizon"])
+    now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=saved.inexact)
+                                              before=[*saved.inexact, *doubts])
     context.status.move_to(position)
     if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)
-    return Resumption(found=found, decision=decision, position=position, circumstances=now)
+    if where:
+        decision = replace(decision, changes=(*decision.changes, where))
+    return setup, Resumption(found=found, decision=decision, position=position, circumstances=now)
 
 
 def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
@@ -138,26 +157,16 @@ def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | Non
     return found
 
 
-def _initialize(context: Context, setup: Setup) -> list[str]:
-    """Collective. Load the weights of --init, reported on by the result; check a new run."""
+def _initialize(context: Context, setup: Setup) -> tuple[list[str], list[str]]:
+    """Collective. Load the weights of --init and check a new run. Returns the report on these
+    weights, and why the run is only equivalent to another start."""
     config, world, report = context.config, context.world, list[str]()
     if config.init is not None:
         report = world.fail_together(partial(
             pretrained.load_initial_weights, setup.model, context.init,
             strict=config.init_strict == "on"))
-    startup_checks.check_weights(setup, world, context.log)
-    startup_checks.check_sample_reproducibility(setup, context.log, config.seed)
-    return report
-
-
-def _circumstances(context: Context, setup: Setup) -> dict[str, Any]:
-    """Facts besides the configuration on which bits depend."""
-    world = context.world
-    return {
-        "task": command_line.task_path(context.config.task), "data": setup.fingerprint,
-        "world_size": world.size, "threads": world.threads,
-        "device": run_dir.device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "numpy": np.__version__}
+    return report, [*startup_checks.check_weights(setup, world, context.log),
+                    *startup_checks.check_sample_reproducibility(setup, context.log, config.seed)]
 
 
 def _enter_folder(
@@ -166,16 +175,28 @@ def _enter_folder(
     """Collective. Lock the run folder, begin the attempt, and bring each node up to date."""
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, folder.identity, folder.lock, world, log)
+    is_over = resumption.position >= setup.intervals.total
+    world.fail_together(partial(_make_room, context, folder.store, is_over=is_over))
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
     folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
     # If configuration or task have changed, a failure at the same step is no repetition.
-    version = xxhash.xxh3_64(command_line.to_toml(config).encode() + task.source_code(config.task))
-    run_dir.begin(path, events, world, log, position=resumption.position,
-                  version=version.hexdigest(), max_same_step=config.restart.max_same_step)
+    version = circumstances.hash_json(
+        [command_line.to_toml(config), resumption.circumstances["code"]])
+    run_dir.begin(path, events, world, log, position=resumption.position, version=version,
+                  max_same_step=config.restart.max_same_step)
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
+
+
+def _make_room(context: Context, store: Store, *, is_over: bool) -> None:
+    """Delete what dead attempts have left, and wait until the next save has room."""
+    if context.world.writes_run_dir:
+        run_dir.clean(context.path)
+        store.clean()
+        files.when_not_full(partial(run_dir.check_room, context.path,
+                                    store.room_to_go_on(is_over=is_over)), context.log.warning)
 
 
 def _make_trainable(
@@ -198,9 +219,11 @@ def _make_trainable(
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
-        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None)
-    attempt = {"settings": compatibility.settings(config),
-               "circumstances": resumption.circumstances,
+        ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
+        settings=compatibility.settings(config))
+    attempt = {"settings": state.settings,
+               "circumstances": {**resumption.circumstances, "samples": setup.plan.samples,
+                                 "origin": astuple(setup.plan.origin)},
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
@@ -288,6 +311,7 @@ def _open_recorders(
 ) -> Recorders:
     """Describe the run in its folder and on the console, and open what records it."""
     config, found, summary = context.config, resumption.found, list[str]()
+    rate_end = schedules.describe_end(config, setup.lengths, setup.intervals.total)
     if context.world.writes_run_dir:
         card = setup.card
         if config.init is not None and found is None:
@@ -296,6 +320,7 @@ def _open_recorders(
         summary = summary_lines(config, card, context.world, context.path)
         warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
                                     total=setup.intervals.total)
+        warnings += [rate_end[1]] * bool(rate_end[1])
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
@@ -303,16 +328,16 @@ def _open_recorders(
         pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
                             model=setup.model, show=folder.metrics.picture, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
+                     rate_end=rate_end if context.world.is_main else (0, ""),
+                     warn=context.log.warning,
                      timing=open_timing(context, setup, folder.identity.attempt))
 
 
 def _write_description(
     context: Context, folder: RunFolder, resumption: Resumption, card: Mapping[str, Any]
 ) -> None:
-    """Write configuration and environment into the run folder, without what dead attempts left."""
+    """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    run_dir.clean(path)
-    folder.store.clean()
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
     label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":

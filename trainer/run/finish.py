@@ -72,7 +72,10 @@ def finish(run: Run) -> dict[str, Any]:
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    run.folder.metrics.finish(settings(run.context.config), figures, progress.step)
+    config = run.context.config
+    chosen = settings(config)
+    plain = {name: chosen[name] for name, _, change in config.leaves() if change != "ignored"}
+    run.folder.metrics.finish(plain, figures, progress.step)
     if run.recorders.pictures is not None:
         run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))
@@ -90,8 +93,12 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     run.folder.metrics.sync()
     if run.context.world.writes_run_dir:
         weights = {name: tensor.cpu() for name, tensor in run.state.export_weights().items()}
-        files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
-        files.replace_json(path / layout.SUMMARY, summary)
+
+        def write() -> None:
+            files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
+            files.replace_json(path / layout.SUMMARY, summary)
+
+        files.when_not_full(write, run.context.log.warning)
 
 
 def _load_best(run: Run) -> str:
@@ -122,6 +129,7 @@ def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
         "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{layout.MODEL}",
         "attempts": run.folder.identity.attempt + 1,
         "stopped_early": last < run.setup.intervals.total,
+        "planned_steps": run.setup.intervals.total,
         "save_waits": run.guard.checkpoint.waits,
         "memory": memory_figures(state.model, state.optimizer, run.step.facts.activations_mb)}
 

@@ -45,7 +45,9 @@ class Pictures:
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
             self.folder.mkdir(exist_ok=True)
-            replace_bytes(path, [_encoded(Image.fromarray(image), "PNG")])
+            aside = path.with_suffix(".tmp")  # not fsynced: the other ranks wait in a step
+            aside.write_bytes(_encoded(Image.fromarray(image), "PNG"))
+            aside.rename(path)
         except Exception as error:
             self.log.warning(f"no picture of step {step}: {type(error).__name__}: {error}")
             return

@@ -22,6 +22,7 @@ from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
+from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
@@ -30,6 +31,10 @@ from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
+EVALUATION_REMEDY = ("correct it, or exclude it in dataset(): --data.on-error skip is for training "
+                     "samples only, since scores over other samples are not comparable")
+SMALL_STEP = 1 << 18
+"""Products of a weight and a sample in a forward, below which `--world.threads auto` is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,11 @@ class Intervals:
     checkpoint: int
     log: int
     verify: int
+
+
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
+    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,8 @@ class Setup:
     """Loader processes for the training data."""
     plan: BatchPlan
     intervals: Intervals
-    fingerprint: str
+    fingerprints: dict[str, str | None]
+    """Split → what identifies its data; None without data."""
     sinks: dict[str, Any]
     """Factories of the user's sinks, by name."""
     card: dict[str, Any]
@@ -80,6 +91,9 @@ def prepare(config: Config[Any], world: World) -> Setup:
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
+    chooses_threads = config.world.threads == "auto" and world.threads_reason != OMP
+    if chooses_threads and canonical:
+        world.use_threads(1, "--parallel.reduction canonical")
     task = bind_seed(config.task, config.seed)
     check_signatures(task)
     task_figures(task)  # raises if they can't be used
@@ -90,22 +104,27 @@ def prepare(config: Config[Any], world: World) -> Setup:
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
+    if chooses_threads and _is_small(model, config.batch.micro_size):
+        world.use_threads(1, "a small model")
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)
-    elif config.parallel.sync_bn != "off":
-        model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
-    sync_batchnorm.guard_plain(model)
+    else:
+        model, synced = sync_batchnorm.convert(
+            model, world.size, world.device.type, world.group,
+            plain=config.parallel.sync_bn != "off")
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
                                           getattr(task, "parameter_groups", None))
-    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
+    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
+                              replan=config.schedule.replan == "on")
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
     if schedule.metric and data["validation"] is None:
         raise ConfigError("--schedule.name plateau: the task has no validation data.")
     workers = loader_workers(config, data["train"], world)
-    fingerprint = _fingerprint(task, data["train"], config, world.rank)
+    fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
+                    for split in SPLITS}
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -121,12 +140,13 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
+        "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
-        "fingerprint": fingerprint,
+        "fingerprint": fingerprints["train"],
     }
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
                  schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
-                 card=card, sinks=sinks, workers=workers, fingerprint=fingerprint)
+                 card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
@@ -181,8 +201,14 @@ def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[Batc
             '--task: dataset("train") is empty.' if samples == 0 else
             f"--batch.global-size {batch.global_size}: the training data have only {samples} "
             f"samples; use a global size of {samples} or less, or --data.drop-last off.")
-    epoch, total = plan.steps_per_epoch, config.total_steps(plan.steps_per_epoch)
-    return plan, Intervals(
+    return plan, make_intervals(config, plan)
+
+
+def make_intervals(config: Config[Any], plan: BatchPlan) -> Intervals:
+    """The intervals of a run whose data are divided by a plan."""
+    epoch = plan.steps_per_epoch
+    total = config.steps if config.steps is not None else plan.steps_of(config.epochs or 5)
+    return Intervals(
         total=total, evaluate=config.eval.every.steps(epoch=epoch, total=total),
         checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
         log=config.log.every.steps(epoch=epoch, total=total),
@@ -203,20 +229,35 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
     return config.steps
 
 
-def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
-    """The task's `fingerprint()`, or length and hash of 16 keyed samples, in a stream the first."""
-    if hasattr(task, "fingerprint"):
+def _is_small(model: nn.Module, samples: int) -> bool:
+    """Whether a forward is over before a second thread has begun. A convolution uses its weights,
+    which have more than two dimensions, many times."""
+    parameters = [*model.parameters()]
+    return (sum(p.numel() for p in parameters) * samples < SMALL_STEP
+            and all(p.dim() <= 2 for p in parameters))
+
+
+def _fingerprint(
+    task: Any, split: str, dataset: Any, config: Config[Any], rank: int
+) -> str | None:
+    """Length and hash of 16 keyed samples, in a stream the first; of the training data the task's
+    `fingerprint()`, if it has one."""
+    if split == "train" and hasattr(task, "fingerprint"):
         return str(task.fingerprint())
+    if dataset is None:
+        return None
     count = known_length(dataset)
     if isinstance(dataset, IterableDataset):
         rng.seed_all(config.seed, rng.DATA)
-        fresh = task.dataset("train")  # reading may advance the stream used for training
+        fresh = task.dataset(split)  # reading may advance the stream used later
         contents = [content(sample) for sample in first_samples(
             fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]
     else:
         assert count is not None, "only a stream may have no length"
+        trains = split == "train"
         reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
-                              skip=config.data.on_error == "skip", advice=REMEDY)
+                              skip=trains and config.data.on_error == "skip",
+                              advice=REMEDY if trains else EVALUATION_REMEDY)
         contents = [content(reader.sample(rng.mix(rng.DATA, place) % count))
                     for place in range(min(16, count))]
     digest = hashlib.blake2b(digest_size=8)
@@ -269,7 +310,7 @@ def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
     if config.data.workers != "auto":
         return config.data.workers
     none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
-    return 0 if none else min(2, max(1, world.threads - 1))
+    return 0 if none else min(2, max(1, share_of_cores(world.local_size) - 1))
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.checkpoint.boundary import StepBoundary
@@ -42,11 +43,16 @@ class Recorders:
     timing: StepTiming
     pictures: Pictures | None
     """Set on rank 0 if the task draws pictures."""
+    rate_end: tuple[int, str]
+    """The step with which the schedule ends too early, and a warning."""
+    warn: Callable[[str], None]
 
     def step(self, result: StepResult, *, waited_s: float, blocked_s: float) -> None:
         """Record a step, with the total seconds of waiting for data and for saves so far."""
         times = self.metrics.step(result, waited_s=waited_s)
         self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=blocked_s)
+        if result.step == self.rate_end[0]:
+            self.warn(self.rate_end[1])
 
     def draw(self, step: int, *, again: bool = True) -> None:
         """Draw the picture of a step, if the task has one (`again`: even if the file exists)."""

@@ -8,8 +8,8 @@ import functools
 import os
 import platform
 import secrets
+import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,18 +18,21 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.store import DISK_FULL, Store
+from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
 from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
-from trainer.storage import layout
-from trainer.storage.files import display_path, make_folder, read_json, replace_json
+from trainer.storage import layout, tensorfile
+from trainer.storage.files import (
+    display_path,
+    make_folder,
+    read_json,
+    replace_json,
+    when_not_full,
+)
 from trainer.storage.jsonl import CounterFile, newest_step
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
-
-DISK_FULL_WAIT_S = 15.0
-"""Seconds that a restart waits for space on a full disk before the attempt fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,9 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
-    """Collective. Raise AlreadyFinished if there is a summary of `step`."""
-    found = world.gather_json(read_json(path / layout.SUMMARY) if world.local_rank == 0 else None)
+    """Collective. Raise AlreadyFinished if there are the product and a summary of `step`."""
+    is_there = world.local_rank == 0 and tensorfile.is_whole(path / layout.PRODUCT)
+    found = world.gather_json(read_json(path / layout.SUMMARY) if is_there else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
         lines = [f"{display_path(path)}: the run is complete; nothing to do",
@@ -100,7 +104,7 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last console lines of a finished run: metrics, and paths of its results."""
     best, test = summary["best"], summary["test"] or {}
-    lines = [f"finished at step {summary['step']}"
+    lines = [f"finished at step {summary['step']}{early_end(summary)}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
              + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
     if best["value"] is not None:
@@ -109,6 +113,15 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     return [*lines, f"best weights: {path}/{layout.PRODUCT}",
             f"final weights: {path}/{summary['final_weights']}",
             f"curves: tensorboard --logdir {path}"]
+
+
+def early_end(summary: Mapping[str, Any]) -> str:
+    """What follows "finished" for a run that early stopping has ended."""
+    if not summary.get("stopped_early"):
+        return ""
+    left = f", {n} steps before the planned end" if (
+        n := summary.get("planned_steps", 0) - summary["step"]) > 0 else ""
+    return f"{left}: stopped early by --eval.patience"
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
@@ -136,8 +149,8 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
         world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
-            _when_not_full(lambda: replace_json(path / layout.IDENTITY, mine),
-                           DISK_FULL_WAIT_S if identity.attempt else 0.0, log)
+            when_not_full(lambda: replace_json(path / layout.IDENTITY, mine), log.warning,
+                          wait_s=None if identity.attempt else 0.0)
     except OSError as problem:
         if identity.attempt and problem.errno not in PATH_ERRNOS:
             raise  # no configuration error, since earlier attempts could write; may be temporary
@@ -158,17 +171,11 @@ def _check_writable(path: Path) -> None:
             raise OSError(number, os.strerror(number), str(place))
 
 
-def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:
-    """Call `write`; on a full disk, try again for up to `patience_s` seconds."""
-    began_s = time.monotonic()
-    while True:
-        try:
-            return write()
-        except OSError as problem:
-            if problem.errno not in DISK_FULL or time.monotonic() - began_s >= patience_s:
-                raise
-            log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
-        time.sleep(3.0)
+def check_room(path: Path, needed: int) -> None:
+    """Raise OSError if the next save has no room: its steps would be computed for nothing."""
+    if (free := shutil.disk_usage(path).free) < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the next save needs {needed:,} "
+                                    f"bytes and {free:,} are free", str(path))
 
 
 def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,9 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
         raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
     config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
-    threads = weights.threads if config.world.threads == "auto" else config.world.threads
+    threads = config.world.threads
+    if threads == "auto" and weights.threads is not None:
+        threads = weights.threads
     precision.set_determinism(config.numerics.deterministic == "on")
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_tf32(config.numerics.tf32 == "on")
@@ -171,3 +173,19 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
         raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
                           "output is unknown; give the task a method predict(model, batch).")
     return calls[0]
+
+
+def output_leaves(output: Any, path: str = "") -> dict[str, Any]:
+    """The values of a model's output by name, those of its mappings, dataclasses and sequences too;
+    without None."""
+    inner: Iterable[tuple[Any, Any]]
+    if isinstance(output, Mapping):
+        inner = output.items()
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        inner = ((field.name, getattr(output, field.name)) for field in dataclasses.fields(output))
+    elif isinstance(output, tuple | list):
+        inner, path = enumerate(output), path or "output"
+    else:
+        return {} if output is None else {path or "output": output}
+    return {name: leaf for key, value in inner
+            for name, leaf in output_leaves(value, f"{path}.{key}" if path else str(key)).items()}

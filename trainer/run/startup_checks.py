@@ -8,7 +8,7 @@ from trainer import rng
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
-from trainer.data.stream_reader import first_samples
+from trainer.data.stream_reader import first_samples, stateful_iterator
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
@@ -16,10 +16,13 @@ from trainer.run.prepare import Setup, content
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
 
+DRAW = ("a restart gives other bits. Draw from random, numpy.random, torch or a generator among "
+        "the data set's attributes, in one thread")
+
 
 def check_data(work: Setup, world: World) -> None:
     """Collective. Check that all ranks have the same data sets: the trainer shards them itself."""
-    everywhere = world.gather_json({**work.card["samples"], "train": work.fingerprint})
+    everywhere = world.gather_json(work.fingerprints)
     for rank, found in enumerate(everywhere):
         for split, what in found.items():
             if what != everywhere[0][split]:
@@ -30,51 +33,91 @@ def check_data(work: Setup, world: World) -> None:
                     "of a set or a folder listing."))
 
 
-def check_weights(work: Setup, world: World, log: Log) -> None:
+def check_weights(work: Setup, world: World, log: Log) -> list[str]:
     """Collective. Warn of unused methods of the task, and of initial weights that differ between
-    ranks (which then use those of rank 0)."""
+    ranks (which then use those of rank 0). Returns why the run is only equivalent, if it is."""
     model = work.model
     if unused := uncalled_methods(work.task):
         log.warn_once(unused)
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]
-    if names:
-        log.warn_once(
-            f"initial weights differ between ranks ({listed(names)}); those of rank 0 are used. "
-            "model() uses a random generator that is not seeded, so another start without a "
-            "checkpoint gives other weights; draw from torch's default generators")
+    if not names:
+        return []
+    why = f"initial weights differ between ranks ({listed(names)})"
+    log.warn_once(
+        f"{why}; those of rank 0 are used. model() uses a random generator that is not seeded, so "
+        "another start without a checkpoint gives other weights; draw from torch's default "
+        "generators")
+    return [why]
 
 
-def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
-    """Warn if training samples differ when they are read again under the same key."""
+def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> list[str]:
+    """Warn of samples that differ when they are read again under the same key. Returns why the run
+    is only equivalent, if it is."""
+    reasons = []
+    for split, dataset in work.data.items():
+        if dataset is None:
+            continue
+        again = _stream_differs if isinstance(dataset, IterableDataset) else _samples_differ
+        why, remedy = again(work, split, seed)
+        if why:
+            reasons.append(why)
+            log.warn_once(f"{why}: {remedy}")
+    return reasons
+
+
+def _stream_differs(work: Setup, split: str, seed: int) -> tuple[str, str]:
+    """How a second iteration over a stream differs, and the remedy; "" if it doesn't."""
+    rng.seed_all(seed, rng.DATA)
+    fresh = work.task.dataset(split)  # reading may advance the stream used later
+    lanes = work.plan.global_size // work.plan.micro_size
+    one, other = (list(map(content, first_samples(fresh, lanes=lanes, count=2, seed=seed)))
+                  for _ in range(2))
+    why = f"a second iteration over the {_adjective(split)} stream gives other samples"
+    return why * (one != other), ("each iteration must start from the beginning, and may depend on "
+                                  f"the epoch through set_epoch(); {DRAW}")
+
+
+def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
+    """How samples differ when they are read again, and the remedy; "" if they don't."""
+    reader = KeyedSamples(work.data[split], seed=seed, collate=work.collate,
+                          augment=split == "train")
+    indices = tuple(range(min(2, len(reader))))
+    which = f"samples {', '.join(map(str, indices))} of the {_adjective(split)} data"
+    read, drawn = [], []
+    try:
+        for epoch in (0, 1, 0) if split == "train" else (0, 0, 0):
+            read.append(content(reader[MicroBatchSpec(1, epoch, 0, True, indices)].batch))
+            drawn.append(rng.digest(rng.snapshot()))
+    except SampleError:
+        return "", ""  # reported when the run reads them
+    if read[0] != read[2]:
+        return (f"{which} differ when they are read again under the same key", "they depend on "
+                "state that reading changes, on an unseeded generator, or set_epoch() continues "
+                f"from the previous epoch; {DRAW}")
+    why = f"{which} cache the random numbers of their first read" * (drawn[0] != drawn[2])
+    return why, ("a restart reads them first in another epoch, so it gives other bits. Cache only "
+                 "what is the same each time, and draw each time")
+
+
+def _adjective(split: str) -> str:
+    return "training" if split == "train" else split
+
+
+def check_stream(work: Setup, log: Log, seed: int) -> list[str]:
+    """Warn of a training stream that continues by its own state_dict, which nothing has verified.
+    Returns why the run is only equivalent, if it is."""
     dataset = work.data["train"]
-    if isinstance(dataset, IterableDataset):
-        rng.seed_all(seed, rng.DATA)
-        fresh = work.task.dataset("train")  # reading may advance the stream used for training
-        lanes = work.plan.global_size // work.plan.micro_size
-        one, other = (list(map(content, first_samples(fresh, lanes=lanes, count=2, seed=seed)))
-                      for _ in range(2))
-        why = ("a second iteration over the training stream gives other samples: each iteration "
-               "must start from the beginning, and may depend on the epoch through set_epoch()")
-    else:
-        reader = KeyedSamples(dataset, seed=seed, collate=work.collate)
-        indices = tuple(range(min(2, len(reader))))
-        names, read, drawn = ", ".join(map(str, indices)), [], []
-        try:
-            for epoch in (0, 1, 0):
-                read.append([content(reader[MicroBatchSpec(1, epoch, 0, True, indices)].batch)])
-                drawn.append(rng.digest(rng.snapshot()))
-        except SampleError:
-            return  # reported when training reads them
-        one, _, other = read
-        why = (f"samples {names} of the training data differ when they are read again under the "
-               "same key: they depend on state that reading changes, on an unseeded generator, or "
-               "set_epoch() continues from the previous epoch")
-        if one == other and drawn[0] != drawn[2]:
-            log.warn_once(f"samples {names} of the training data cache the random numbers of their "
-                         "first read; a restart reads them first in another epoch, so it gives "
-                         "other bits. Cache only what is the same each time, and draw each time")
-    if one != other:
-        log.warn_once(f"{why}; a restart gives other bits. Draw from random, numpy.random, torch "
-                     "or a generator among the data set's attributes, in one thread")
+    if not isinstance(dataset, IterableDataset) or type(dataset).__module__.startswith("trainer."):
+        return []
+    rng.seed_all(seed, rng.DATA)
+    holder = stateful_iterator(work.task.dataset("train"), seed=seed,
+                               lanes=work.plan.global_size // work.plan.micro_size)
+    if holder is None:
+        return []
+    why = (f"the training stream continues by the state_dict of {type(holder).__name__}, which is "
+           "not verified")
+    log.warn_once(f"{why}: a restart reads other samples unless load_state_dict() restores the "
+                  "exact position, also the second time")
+    return [why]

@@ -23,12 +23,13 @@ def summary_lines(
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
-    threads = f"{world.threads} thread" + "s" * (world.threads > 1)
+    reason = f" ({world.threads_reason})" * bool(world.threads_reason)
+    threads = f"{world.threads} thread{'s' * (world.threads > 1)} each{reason}"
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
         f"data    {card['data']}: {samples}",
         f"batch   {batch_line(config, world.size, card)}",
-        f"device  {world.size} × {device_name(world.device)}, {threads} each",
+        f"device  {world.size} × {device_name(world.device)}, {threads}",
         f"look    tensorboard --logdir {display_path(path)}"]
 
 
@@ -67,9 +68,10 @@ def startup_warnings(
 def log_startup(
     log: Log, lines: Sequence[str], warnings: Sequence[str], resumption: Resumption, path: Path
 ) -> None:
-    """Log the summary, the warnings, and whether the run is new or continues."""
+    """Log the warnings, whether the run is new or continues, and, at its first start and after a
+    change, the summary."""
     decision, position = resumption.decision, resumption.position
-    for line in lines:
+    for line in lines if not log.attempt or decision.changes else ():
         log.info(line)
     for line in [*warnings, *(f"changed: {change}" for change in decision.changes)]:
         log.warning(line)

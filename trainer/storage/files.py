@@ -6,11 +6,16 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk."""
+DISK_FULL_WAIT_S = 15.0
+"""Seconds that a write which can't be left out waits for space on a full disk."""
 CHUNK = 1 << 20
 """Bytes per read or write: fits the CPU cache, and is worth releasing the GIL for."""
 
@@ -82,6 +87,31 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def when_not_full(
+    write: Callable[[], None], warn: Callable[[str], object], *, wait_s: float | None = None
+) -> None:
+    """Call `write`; on a full disk try again, for up to `wait_s` seconds (`DISK_FULL_WAIT_S`)."""
+    wait_s, warned = DISK_FULL_WAIT_S if wait_s is None else wait_s, False
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return write()
+        except OSError as problem:
+            # A failed save is reported by an error whose cause is that of the disk.
+            numbers = {problem.errno, getattr(problem.__cause__, "errno", None)}
+            if numbers.isdisjoint(DISK_FULL) or time.monotonic() >= deadline_s:
+                raise
+            if not warned:
+                warn(f"{problem}; waiting up to {wait_s:g} s for free space")
+            warned = True
+        time.sleep(min(3.0, wait_s / 5))
+
+
+def read_text(path: Path) -> str:
+    """Read a text, without a byte order mark; bytes that are not UTF-8 become surrogates."""
+    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:

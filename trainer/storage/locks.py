@@ -208,19 +208,19 @@ class RunLock:
         return False
 
 
-def owner_is_alive(path: Path) -> bool:
-    """Whether the owner of a lock file is alive; Linux only, False elsewhere. A process that has a
-    `RunLock` of the same file would lose its locks."""
+def living_owner(path: Path) -> str | None:
+    """The nonce in a lock file if its owner is alive; Linux only, None elsewhere. A process that
+    has a `RunLock` of the same file would lose its locks."""
     if sys.platform != "linux":
-        return False
+        return None
     try:
         with path.open("rb") as file:
             nonce = json.loads(file.read(4096))["nonce"]
             query = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)
             answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(struct.unpack("hhlli0l", answer)[0] != fcntl.F_UNLCK)
+        return None
+    return nonce if struct.unpack("hhlli0l", answer)[0] != fcntl.F_UNLCK else None
 
 
 def _byte(nonce: str) -> int:

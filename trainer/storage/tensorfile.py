@@ -53,11 +53,31 @@ def data_size(tensors: Mapping[str, Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+def read_shapes(path: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file."""
     from safetensors.torch import load_file
 
-    return load_file(path)
+    with path.open("rb") as file:  # the library refuses a path that is not UTF-8
+        return load_file(f"/proc/self/fd/{file.fileno()}")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file whose size is that of the tensors in its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with path.open("rb") as file, safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def parse_tensors(data: bytes) -> dict[str, Tensor]:

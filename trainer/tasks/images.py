@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -22,7 +21,7 @@ from trainer import rng
 from trainer.config.fields import Section, setting
 from trainer.data import augment
 from trainer.errors import ConfigError
-from trainer.storage import layout
+from trainer.storage import layout, tensorfile
 from trainer.task import Outcome
 from trainer.tasks import fashion_mnist, losses
 from trainer.tasks.image_models import SmallCNN, classifier
@@ -118,6 +117,11 @@ class Images(Section, prefix="task."):
         own = self.architecture == "cnn"
         self.check(own or self.norm == "batch", "norm", "it is a setting of the cnn; remove it.")
         self.check(own or not self.dropout, "dropout", "it is a setting of the cnn; remove it.")
+        self.check(self.data != "sample" or self.root is None, "root",
+                   "the sample is part of this package; add --task.data fashion-mnist.")
+        for name in ("teacher_architecture", "teacher_share", "temperature"):
+            self.check(self.teacher is not None or getattr(self, name) == getattr(Images, name),
+                       name, "only a --task.teacher uses it; remove it.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -231,7 +235,7 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
     with rng.preserved(), torch.inference_mode(False):
         net = Images(architecture=architecture).model()
         try:
-            net.load_state_dict(load_file(path))
+            net.load_state_dict(tensorfile.load_tensors(path))
         except (RuntimeError, SafetensorError) as error:
             raise ConfigError(f"--task.teacher {teacher}: {path} doesn't fit --task.teacher-model "
                               f"{architecture}: {error}") from None

@@ -2,22 +2,23 @@
 
 A loss is called with the model's output and the target and returns `(total, count)`, the first two
 fields of an `Outcome`. `total / count`, summed over all ranks and micro-batches, equals torch's
-loss of the same name for the whole batch with `reduction="mean"`. The first non-empty batch is
-checked for combinations of output and target that torch would accept although they are wrong.
+loss of the same name for the whole batch with `reduction="mean"`. In the first batch of a run, each
+loss checks for combinations of output and target that torch would accept although they are wrong.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.task import Outcome
+from trainer.task import Outcome, is_first_batch
 from trainer.telemetry.classification import confusion
 
 SumAndCount = tuple[Tensor, Tensor | float]
@@ -33,6 +34,9 @@ def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None
         raise ConfigError(f"cross-entropy: the output has shape {tuple(output.shape)}; return NxC "
                           "logits, one per class. For one logit per sample use the loss bce.")
     if target.is_floating_point() or target.shape == output.shape:
+        if ignore_index is not None:
+            raise ConfigError("cross-entropy: ignore_index has no effect on targets that are class "
+                              "probabilities; remove it, or give class numbers.")
         return
     counted = target if ignore_index is None else target[target != ignore_index]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
@@ -88,23 +92,12 @@ def _last_operation(output: Tensor) -> str:
     return "none" if node is None else node.name()
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Base class: records whether the first non-empty batch has been checked."""
-
-    _checked: list[None] = field(
-        default_factory=list, init=False, repr=False, compare=False, kw_only=True)
-
-    def _first(self, output: Tensor) -> bool:
-        """Whether this is the first non-empty batch."""
-        if self._checked or not output.numel():
-            return False
-        self._checked.append(None)
-        return True
+def _is_checked(output: Tensor) -> bool:
+    return is_first_batch() and output.numel() > 0
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Loss):
+class CrossEntropy:
     """`nn.CrossEntropyLoss`: logits NxCx… with class numbers Nx… (or probabilities NxCx…). With
     one `weight` per class (see `balanced`) the mean is taken over the weights of the targets."""
 
@@ -113,7 +106,7 @@ class CrossEntropy(Loss):
     ignore_index: int | None = None
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_class_targets(output, target, self.ignore_index)
         weight = _constant(self.weight, output)
         ignored = -100 if self.ignore_index is None else self.ignore_index
@@ -130,14 +123,14 @@ class CrossEntropy(Loss):
 
 
 @dataclass(frozen=True)
-class BCE(Loss):
+class BCE:
     """`nn.BCEWithLogitsLoss`: logits of independent labels with targets from 0 to 1 of the same
     shape; one weight of positive targets per label (see `balanced_positive`)."""
 
     pos_weight: tuple[float, ...] | None = None
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_binary_targets("bce", output, target)
         weight = _constant(self.pos_weight, output)
         if weight is not None and output.dim() > 2:
@@ -147,37 +140,37 @@ class BCE(Loss):
 
 
 @dataclass(frozen=True)
-class MSE(Loss):
+class MSE:
     """`nn.MSELoss`: output and target of the same shape."""
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_same_shape("mse", output, target)
         return nn.MSELoss(reduction="sum")(output, target.to(output.dtype)), output.numel()
 
 
 @dataclass(frozen=True)
-class Huber(Loss):
+class Huber:
     """`nn.HuberLoss`: quadratic up to `delta` (in units of the target), linear beyond."""
 
     delta: float = 1.0
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_same_shape("huber", output, target)
         loss = nn.HuberLoss(reduction="sum", delta=self.delta)
         return loss(output, target.to(output.dtype)), output.numel()
 
 
 @dataclass(frozen=True)
-class MarginRanking(Loss):
+class MarginRanking:
     """`nn.MarginRankingLoss`: called with two scores and their order: 1 if the first should be
     higher by `margin`, -1 if the second should."""
 
     margin: float = 0.0
 
     def __call__(self, first: Tensor, second: Tensor, order: Tensor) -> SumAndCount:
-        if self._first(first) and not bool((order.abs() == 1).all()):
+        if _is_checked(first) and not bool((order.abs() == 1).all()):
             raise ConfigError("margin-ranking: the order has values other than 1 (the first "
                               "should be higher) and -1; convert 0 and 1 by 2 * order - 1.")
         total = nn.MarginRankingLoss(margin=self.margin, reduction="sum")(first, second, order)
@@ -185,7 +178,7 @@ class MarginRanking(Loss):
 
 
 @dataclass(frozen=True)
-class KL(Loss):
+class KL:
     """`nn.KLDivLoss` from a teacher's logits to a student's, both NxC, for distillation. Logits are
     divided by the temperature; the loss is multiplied by its square, so that the size of the
     gradients doesn't depend on it (Hinton, Vinyals, Dean 2015)."""
@@ -193,7 +186,7 @@ class KL(Loss):
     temperature: float = 1.0
 
     def __call__(self, output: Tensor, teacher: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_same_shape("kl", output, teacher)
             refuse_activated("kl", output)
             refuse_activated("kl", teacher)
@@ -207,7 +200,7 @@ class KL(Loss):
 
 
 @dataclass(frozen=True)
-class DiceBCE(Loss):
+class DiceBCE:
     """Sum of 1 - Dice, with weight `dice`, and of the mean `nn.BCEWithLogitsLoss` of a mask, with
     the remaining weight: logits and masks NxCxHxW.
 
@@ -220,7 +213,7 @@ class DiceBCE(Loss):
     dice: float = 0.5
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
-        if self._first(output):
+        if _is_checked(output):
             check_binary_targets("dice+bce", output, target)
         pixels = tuple(range(2, output.dim()))
         predicted = output.sigmoid()
@@ -232,19 +225,23 @@ class DiceBCE(Loss):
         return masks.sum() / output.shape[1], len(output)
 
 
-LOSSES: dict[str, type[Loss]] = {
+LOSSES: dict[str, type[Any]] = {
     "cross-entropy": CrossEntropy, "bce": BCE, "mse": MSE, "huber": Huber,
     "margin-ranking": MarginRanking, "kl": KL, "dice+bce": DiceBCE}
 """Name → loss class; its fields are the options."""
 
 
-@functools.cache  # so that the first batch is checked only once
 def named(name: str, **options: Any) -> Any:
-    """The loss of a name and its options; the same object for the same arguments."""
+    """The loss of a name and its options."""
     if name not in LOSSES:
         raise ConfigError(f"loss {name!r}: there is no loss of this name; use one of "
                           f"{', '.join(LOSSES)}.")
-    return LOSSES[name](**options)
+    try:
+        return LOSSES[name](**options)
+    except TypeError as error:
+        known = [f.name for f in dataclasses.fields(LOSSES[name]) if f.init]
+        raise ConfigError(f"loss {name!r}: {error}; its options are "
+                          f"{', '.join(known) or 'none'}.") from error
 
 
 def classification(

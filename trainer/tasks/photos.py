@@ -85,6 +85,12 @@ class Photos(Section, prefix="task."):
     seed: int | None = None
     """Determines which images are held out; by default the run's seed."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("crop", "resize"):
+            self.check(self.data == "folder" or getattr(self, name) is None, name,
+                       "images of CIFAR-10 keep their size; remove it.")
+
     @property
     def class_names(self) -> tuple[str, ...]:
         if self.data == "cifar-10":

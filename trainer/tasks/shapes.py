@@ -51,9 +51,9 @@ class Shapes(Section, prefix="task."):
 
     target: Literal["masks", "labels"] = "masks"
     """masks: the pixels of each shape (segmentation); labels: the shapes present (multi-label)."""
-    loss_name: Literal["dice+bce", "bce"] = field(
-        default="dice+bce", metadata={"flag": "loss"})  # `loss` itself is the method
-    """Loss of masks; labels always use bce."""
+    loss_name: Literal["dice+bce", "bce"] | None = field(
+        default=None, metadata={"flag": "loss"})  # `loss` itself is the method
+    """Loss of masks: dice+bce if not given; labels always use bce."""
     balanced: bool = False
     """With bce: give positive and negative pixels (or labels) the same total weight."""
     images: int = setting(2000, "must_match", ">= 4")
@@ -68,6 +68,10 @@ class Shapes(Section, prefix="task."):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.width % 4 == 0, "width", "use a multiple of 4.")
+        if self.loss_name is None:
+            object.__setattr__(self, "loss_name", "dice+bce" if self.target == "masks" else "bce")
+        self.check(self.target == "masks" or self.loss_name == "bce", "loss_name",
+                   "it is a loss of masks; labels use bce.")
         self.check(not self.balanced or self.target == "labels" or self.loss_name == "bce",
                    "balanced", "masks need the loss bce for it: add --task.loss bce.")
 
@@ -93,7 +97,7 @@ class Shapes(Section, prefix="task."):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         images, target = batch
         logits = model(images).float()
-        if self.target == "masks" and self.loss_name == "dice+bce":
+        if self.loss_name == "dice+bce":
             loss = losses.named("dice+bce")
         else:
             loss = losses.named("bce", pos_weight=self._pos_weight() if self.balanced else None)

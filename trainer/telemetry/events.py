@@ -155,8 +155,16 @@ def writable(value: Any) -> Any:
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All valid events of one or, if nodes have their own disks, several files, by time."""
+    """All valid events of one or, if nodes have their own disks, several files, by attempt. Of an
+    attempt they have the order of each file, since a clock may be set back; files are merged by
+    time."""
     numbers = ("time", "attempt", "rank", "step")
-    events = [record for path in paths for record in read_records(path)
-              if all(isinstance(record.get(name, 0), int | float) for name in numbers)]
-    return sorted(events, key=lambda event: event.get("time", 0.0))
+    events: list[tuple[float, float, dict[str, Any]]] = []
+    for path in paths:
+        latest = dict[float, float]()  # attempt → the largest time so far in this file
+        for record in read_records(path):
+            if all(isinstance(record.get(name, 0), int | float) for name in numbers):
+                attempt, time_s = record.get("attempt", -1), record.get("time", 0.0)
+                latest[attempt] = max(latest.get(attempt, time_s), time_s)
+                events.append((attempt, latest[attempt], record))
+    return [record for *_, record in sorted(events, key=lambda event: event[:2])]

@@ -29,8 +29,10 @@ MIN_BATCHNORM_SAMPLES = 16
 def check_first_loss(measured: float, expected: float) -> str:
     if expected <= 0 or 0.5 <= measured / expected <= 2:
         return ""
-    return (f"the first loss is {measured:.4g}; an untrained model has {expected:.4g} "
-            f"(the logarithm of {round(math.exp(expected))} classes)")
+    classes = math.exp(min(expected, 20.0))  # a larger loss is no logarithm of a number of classes
+    known = abs(classes - round(classes)) < 1e-6 * classes
+    return (f"the first loss is {measured:.4g}; an untrained model has {expected:.4g}"
+            + f" (the logarithm of {round(classes)} classes)" * known)
 
 
 def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -47,6 +49,42 @@ def test_a_safetensors_file_or_its_folder_is_read(tmp_path, asked):
 
     assert same(model, source)
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_the_parts_of_a_file_are_read_by_their_index(tmp_path):
+    source, model = net(seed=1), net()
+    weights = {name: f"model-{len(name) % 2 + 1}-of-2.safetensors" for name in source.state_dict()}
+    for part in set(weights.values()):
+        save_file({n: t for n, t in source.state_dict().items() if weights[n] == part},
+                  tmp_path / part)
+    (index := tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights}))
+
+    assert load_initial_weights(model, tmp_path, strict=True) == []
+    assert same(model, source)
+    assert read_weights(index).keys() == weights.keys()
+    (tmp_path / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2-of-2\.safetensors: there is no such file"):
+        read_weights(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match="can't be read as an index of weights"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("kept", ["0.weight", "2.weight"])
+def test_a_file_may_hold_one_name_of_tied_weights(tmp_path, kept):
+    def tied(seed: int) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+        nn.init.normal_(model[0].weight, std=seed + 1)
+        model[2].weight = model[0].weight
+        return model
+
+    source, model = tied(1), tied(0)
+    save_file({n: t for n, t in source.state_dict().items() if n in (kept, "1.weight", "1.bias")},
+              tmp_path / "model.safetensors")
+
+    assert load_initial_weights(model, tmp_path, strict=True) == []
+    assert same(model, source)
 
 
 def test_a_head_of_another_size_is_new_and_named(tmp_path):

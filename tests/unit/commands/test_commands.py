@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,14 +15,15 @@ import pytest
 import torch
 from runs import validations
 from safetensors.torch import load_file
-from small_task import Net, Small, samples
+from small_task import Held, Net, Small, samples
 
-from trainer import Config
+from trainer import Config, Outcome
 from trainer.__main__ import main
 from trainer.commands.library import _process_settings_restored, train
 from trainer.commands.predict import _lines
 from trainer.config.fields import Duration
-from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
+from trainer.config.schema import BadStepConfig, Batch, Checkpoint, Eval, Optim, WorldConfig
+from trainer.errors import NonFinite
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
@@ -216,6 +218,45 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert [line["index"] for line in lines] == list(range(30))
     assert torch.equal(torch.tensor([line["output"] for line in lines]), found["output"])
     assert content(run / "checkpoints") == checkpoints
+
+
+@pytest.mark.parametrize("drift", [0, -1e-9])
+def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
+    run, tmp_path, capsys, drift
+):
+    answers = ["--task=small_task:Answers", f"--task.drift={drift}", "--checkpoint=8"]
+
+    codes = [main(["predict", str(run), f"--out={tmp_path}/p.safetensors", *answers]),
+             main(["export", str(run), f"--to={tmp_path}/out", *answers])]
+
+    found, words = load_file(tmp_path / "p.safetensors"), capsys.readouterr().err
+    expected = torch.cat([of_the_run(run, 8)(x) for x in samples(30, 2)[0].split(16)])
+    torch.testing.assert_close(found["logits"], expected)
+    assert torch.equal(found["states.0"], found["logits"] + 1)
+    assert (codes, sorted(found)) == ([0, 0], ["index", "logits", "states.0"])
+    assert "no row for each sample: mean (()), cache (object)" in words
+    assert "not compared, since only tensors are: cache (object)" in words
+
+
+class Unstable(Held):
+    def loss(self, model: Net, batch: Any) -> Outcome:
+        return dataclasses.replace(outcome := super().loss(model, batch),
+                                   total=outcome.total * math.inf)
+
+
+def short_of_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("task", "error", "remedy"), [
+    (Held(1, short_of_memory), MemoryError, "--precision.recompute-every 1"),
+    (Unstable(), NonFinite, "--numerics.anomaly on")])
+def test_a_library_call_names_the_remedies_too(tmp_path, capsys, task, error, remedy):
+    with pytest.raises(error) as raised:
+        train(settings(tmp_path / "run", task, nonfinite=BadStepConfig(max_total=0)))
+
+    assert remedy in capsys.readouterr().err
+    assert error is MemoryError or remedy in str(raised.value)
 
 
 def test_lines_are_valid_json_with_nonfinite_numbers():

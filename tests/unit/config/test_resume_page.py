@@ -15,7 +15,7 @@ def test_the_documented_classes_are_those_of_the_configuration():
     documented = {
         match[1].replace(" ", "_"): {
             key.strip() for key in match[2].split(",") if "field" not in key}
-        for match in re.finditer(r"^\| (must match|may change|ignored) \| (.*) \|$",
+        for match in re.finditer(r"^\| (fixed|must match|may change|ignored) \| (.*) \|$",
                                  DOC.read_text(), re.MULTILINE)
     }
 

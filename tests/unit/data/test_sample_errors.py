@@ -94,11 +94,13 @@ def test_an_error_that_is_gone_at_the_second_reading_replaces_nothing(kind):
     assert same(micro.batch, read(reader(kind, set()), 3, 1).batch)
 
 
-def test_an_empty_micro_batch_works_without_sample_0_and_counts_nothing():
-    micro = read(reader(bad={0}))
+def test_a_stand_in_is_read_as_a_micro_batch_and_counts_nothing():
+    one = reader(bad={1})
 
-    assert micro.batch["x"].shape == (0, 3)
-    assert micro.replaced == ()
+    micro = one[MicroBatchSpec(1, EPOCH, -1, True, (), stand_in=(1, 2))]
+
+    assert same(micro.batch, read(one, 1, 2).batch)
+    assert (micro.samples, micro.replaced) == (0, ())
 
 
 # --- errors that are not the fault of a sample
@@ -187,6 +189,6 @@ def test_the_fingerprint_of_the_data_skips_bad_samples_if_the_run_does():
 
     world = World(LaunchInfo(), CPU, threads=torch.get_num_threads())
 
-    assert prepare(skip, world).fingerprint == prepare(skip, world).fingerprint
+    assert prepare(skip, world).fingerprints == prepare(skip, world).fingerprints
     with pytest.raises(SampleError, match=r"no picture in .*--data\.on-error skip"):
         prepare(stop, world)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from trainer.distributed.device import choose_device, share_of_cores
+from trainer.distributed.device import auto_threads, choose_device, cpu_quota, share_of_cores
 from trainer.distributed.world import LaunchInfo
 from trainer.errors import ConfigError
 
@@ -73,3 +75,48 @@ def test_a_rank_takes_its_device_or_says_what_to_do(
 def test_the_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert [share_of_cores(ranks) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+
+
+BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(("env", "ranks", "expected"), [
+    ({}, 1, (8, "")), ({"OMP_NUM_THREADS": "3"}, 2, (3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "4,2"}, 2, (4, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "1"}, 2, (1, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "1"} | BY_TORCHRUN, 2, (4, "")),  # torchrun sets it
+    ({"OMP_NUM_THREADS": "1"} | BY_TORCHRUN, 1, (1, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "2"} | BY_TORCHRUN, 2, (2, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "1", "TRAINER_LAUNCH": "1"} | BY_TORCHRUN, 2, (1, "OMP_NUM_THREADS"))])
+def test_the_number_of_threads_is_the_users_or_a_share_of_the_cores(
+        env: dict[str, str], ranks: int, expected: tuple[int, str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert auto_threads(ranks, env) == expected
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "1.5"])
+def test_a_wrong_number_of_threads_in_the_environment_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"OMP_NUM_THREADS is .*; use a number from 1 to 1024"):
+        auto_threads(1, {"OMP_NUM_THREADS": text})
+
+
+@pytest.mark.parametrize(("groups", "files", "cores"), [
+    ("0::/", {}, math.inf), ("0::/", {"cpu.max": "max 100000"}, math.inf),
+    ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+    ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000",
+                 "a/b/cpu.max": "400000 100000"}, 2.0),
+    ("0::/on/the/host", {"cpu.max": "300000 100000"}, 3.0),
+    ("4:cpu,cpuacct:/a", {"cpu,cpuacct/a/cpu.cfs_quota_us": "50000",
+                          "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+                          "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                          "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 0.5),
+    ("3:cpuset:/a\n2:cpuacct:/a", {"cpuacct/a/cpu.cfs_quota_us": "1"}, math.inf)])
+def test_the_quota_of_a_container_is_that_of_its_tightest_control_group(
+        groups: str, files: dict[str, str], cores: float, tmp_path: Path) -> None:
+    for name, text in {"groups": groups, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert cpu_quota(tmp_path / "groups", tmp_path) == cores
+    assert cpu_quota(tmp_path / "absent", tmp_path) == math.inf

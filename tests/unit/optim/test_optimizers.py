@@ -157,7 +157,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
 def test_optimizers_of_torch_without_weight_decay_get_none(name):
     assert type(optimizers.make_optimizer(Optim(name=f"torch.optim:{name}"),
                                           net())).__name__ == name
-    with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
+    with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} doesn't"):
         optimizers.make_optimizer(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
 
 

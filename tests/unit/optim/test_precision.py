@@ -61,3 +61,9 @@ def test_gradients_of_float64_have_full_precision():
     loss.backward(objective.gradients[loss.dtype])
 
     assert model.weight.grad == 1 / 3
+
+
+def test_determinism_can_be_turned_off_again():
+    for wanted in (True, False):
+        precision.set_determinism(wanted)
+        assert torch.are_deterministic_algorithms_enabled() == wanted

@@ -115,7 +115,7 @@ def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
     (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1), (Duration(100), TOTAL)])
 @pytest.mark.parametrize(("name", "end"), [("cosine", 0.1), ("constant", 1.0)])
 def test_the_warm_up_rises_in_equal_steps_to_the_peak(name, end, warmup, updates):
-    config = Schedule(name=name, warmup=warmup, min_ratio=0.1)
+    config = Schedule(name=name, warmup=warmup)
 
     rates = [lr for lr, *_ in ours(config)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -58,6 +59,18 @@ def test_whose_fault_it_is(own, peers, culprits):
         assert not hang.run
 
 
+@pytest.mark.parametrize(("phase", "remedy"), [
+    ("backward", "call it on every rank"), ("evaluate", "sums and counts")])
+def test_a_collective_of_the_user_in_which_a_rank_waits_is_named_with_the_remedy(phase, remedy):
+    gathers = dataclasses.replace(WAITS_LONG, phase=phase, collective="all_gather (mine.py:7)")
+
+    hang = find_hang(0, WAITS_LONG, {1: peer(gathers)}, limit_s=10.0)
+
+    assert hang is not None
+    assert hang.why.startswith("all ranks wait for each other: rank 1 in all_gather (mine.py:7)")
+    assert remedy in hang.why
+
+
 @pytest.mark.parametrize(("host", "culprits"), [(0, (0,)), (None, ()), (1, ())])
 def test_a_store_that_does_not_answer_speaks_against_its_host(host, culprits):
     hang = find_hang(1, WAITS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0, store_host=host)
@@ -75,6 +88,9 @@ def test_the_quiet_time_follows_the_limit_but_users_code_has_minutes_at_the_star
     for phase, point in (("build", "build"), ("warm-up", "start"), ("warm-up", "reading")):
         allowed = patience(Phase(phase), Phase(point), 2.0)
         assert (allowed.quiet_s >= 120, allowed.idle_s) == (True, math.inf)
+    for phase, point, quiet_s in (("save", "save", 1800), ("finish", "save", 1800),
+                                  ("finish", "evaluate", 60), ("evaluate", "save", 60)):
+        assert patience(Phase(phase), Phase(point), 30.0, learnt=True).quiet_s == quiet_s
     assert patience(Phase("build"), Phase("build"), 30.0).flag == "--watchdog.start-s 300"
     assert patience(Phase("build"), Phase("build"), 30.0, 20.0).quiet_s == 20.0
     assert patience(Phase("build"), Phase("start"), 30.0, 20.0).flag == "--watchdog.limit-s 30"

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_nothing_starts_in_a_deleted_folder_or_if_torch_can_not_write_its_cache(
     assert done.returncode == 2
     assert all(word in done.stderr.splitlines()[-1] for word in words)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("file", "command"), [
+    ("trainer.py", "-m launch --"), ("trainer/__init__.py", "-m launch --"),
+    ("trainer.py", "trainer"), ("trainer.py", "trainer inspect run"),
+    ("trainer.py", "trainer-launch --"), ("launch.py", "trainer-launch --")])
+def test_a_file_that_hides_a_package_is_named(file: str, command: str, tmp_path: Path) -> None:
+    (hiding := tmp_path / file).parent.mkdir(exist_ok=True)
+    hiding.write_text("print('not the package')")
+    arguments = command.split()
+    if arguments[0] in (scripts := tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "scripts"]):  # an installed command: the current folder is not on its path
+        module, _, function = scripts[arguments[0]].partition(":")
+        arguments[:1] = ["-P", "-c", f"from {module} import {function} as main; main()"]
+
+    done = subprocess.run([sys.executable, *arguments, "--steps=1"], capture_output=True, text=True,
+                          check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: {hiding} hides the package {Path(file).parts[0].removesuffix('.py')}" in (
+        done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "events.jsonl", "last-step"])

@@ -28,6 +28,26 @@ def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, to
     assert done.stdout == f"{told}\n"
 
 
+LOOK = """\
+import os, signal, threading
+from trainer.resilience.stop_signals import StopSignals
+stop = StopSignals()
+stop.install()
+{before}
+threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+os.kill(os.getpid(), signal.SIGTERM)
+print(stop.requested, stop.reason)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "stop.shield()"])
+def test_a_look_after_a_signal_sees_it_however_busy_other_threads_are(before):
+    done = subprocess.run([sys.executable, "-c", LOOK.format(before=before)],
+                          capture_output=True, text=True, timeout=200, check=True)
+
+    assert done.stdout == "True SIGTERM\n"
+
+
 BUSY = """\
 import hashlib, os, resource, signal, sys, threading
 from trainer.resilience.stop_signals import StopSignals

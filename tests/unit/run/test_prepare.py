@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.config.schema import Batch, Config, Parallel
+from trainer.config.schema import Batch, Config, Parallel, WorldConfig
+from trainer.distributed.device import OMP
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
 from trainer.run.prepare import prepare
+from trainer.run.startup_checks import check_data
 from trainer.task import ObjectTask, Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
@@ -67,7 +69,46 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
 
 
 def fingerprint(make: Any) -> str:
-    return prepared(Made(make=make)).fingerprint
+    return prepared(Made(make=make)).fingerprints["train"]
+
+
+@pytest.mark.parametrize(("width", "sections", "omp", "expected"), [
+    (2, {}, None, (1, "a small model")), (600, {}, None, (6, "")),
+    (2, {"world": WorldConfig(threads=6)}, None, (6, "")),
+    (300, {"parallel": Parallel(reduction="canonical")}, None,
+     (1, "--parallel.reduction canonical")),
+    (2, {"parallel": Parallel(reduction="canonical")}, 5, (5, OMP))])
+def test_the_threads_follow_from_configuration_and_model(width, sections, omp, expected):
+    world = World(LaunchInfo(), torch.device("cpu"), threads=6)
+    before = torch.get_num_threads()
+    try:
+        world.use_threads(omp or 6, OMP if omp else "")
+        config: Any = Config(
+            task=Made(net=lambda: nn.Linear(width, 512)), steps=1,
+            batch=Batch(global_size=8, micro_size=8), **sections)
+        prepare(config, world)
+        assert (world.threads, world.threads_reason) == expected
+        assert torch.get_num_threads() == world.threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_validation_set_that_differs_between_ranks_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Drawn(Made):
+        rank: int = 0
+
+        def dataset(self, split: str) -> Dataset | None:
+            return Items(lambda i: i + self.rank * (split == "validation"))
+
+    works = [prepared(Drawn(rank=rank)) for rank in (0, 1)]
+
+    class Two:
+        def gather_json(self, value: Any) -> list[Any]:
+            return [work.fingerprints for work in works]
+
+    with pytest.raises(ConfigError, match=r'dataset\("validation"\) on rank 1 .20 samples'):
+        check_data(works[0], Two())  # type: ignore[arg-type]
 
 
 class Graph:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import StaleAttempt
-from trainer.storage.locks import RunLock, owner_is_alive
+from trainer.storage.locks import RunLock, living_owner
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -97,9 +97,9 @@ def test_the_folder_of_an_active_run_is_refused(processes: Processes, launched: 
     first, second = processes.attempt("first"), processes.attempt("second")
     takes = [f"take launcher_pid={processes.launcher().pid} launch_id={launch}" if launched
              else "take" for launch in "ab"]
-    assert not owner_is_alive(processes.path)
+    assert not living_owner(processes.path)
     assert first.ask(takes[0]) == "None"
-    assert owner_is_alive(processes.path)
+    assert living_owner(processes.path)
 
     refusal = second.ask(takes[1])
 
@@ -117,7 +117,7 @@ def test_the_lock_of_a_dead_run_is_free_at_once(processes: Processes, sign: int)
     first.send_signal(sign)
     first.wait()
 
-    assert not owner_is_alive(processes.path)
+    assert not living_owner(processes.path)
     assert second.ask("take") == "None"
     assert second.ask("check") == "None"
 

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from loss_cases import CASES, Plain, noise, numbers, one_step
-from torch import Tensor
+from softmax_task import Softmax
+from torch import Tensor, nn
 
+from trainer import Outcome, losses
+from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError
-from trainer.tasks import losses
+from trainer.task import first_batch
+from trainer.testing import check_task
 
 
 @pytest.fixture(params=CASES)
@@ -96,8 +100,9 @@ WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
 def test_a_wrong_pairing_is_explained_on_the_first_batch(name):
     loss, arguments, message = WRONG[name]
 
-    with pytest.raises(ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{message}"):
-        losses.LOSSES[loss]()(*arguments)
+    with first_batch(), pytest.raises(
+            ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{message}"):
+        losses.named(loss)(*arguments)
 
 
 def test_a_sigmoid_in_a_compiled_model_is_recognised_by_its_values():
@@ -111,10 +116,35 @@ def test_a_sigmoid_in_a_compiled_model_is_recognised_by_its_values():
             return gradient
 
     CompiledFunctionBackward.__name__ = "CompiledFunction"
-    with pytest.raises(ConfigError, match="sigmoid"):
-        losses.BCE()(CompiledFunctionBackward.apply(LOGITS), YES)
-    losses.BCE()(LOGITS * 0.01 + 0.5, YES)  # logits that happen to lie between 0 and 1
-    losses.CrossEntropy()(LOGITS.log_softmax(1), LABELS)  # as good as logits
+    with first_batch():
+        with pytest.raises(ConfigError, match="sigmoid"):
+            losses.BCE()(CompiledFunctionBackward.apply(LOGITS), YES)
+        losses.BCE()(LOGITS * 0.01 + 0.5, YES)  # logits that happen to lie between 0 and 1
+        losses.CrossEntropy()(LOGITS.log_softmax(1), LABELS)  # as good as logits
+
+
+def test_each_run_checks_every_loss_of_its_first_batch_with_samples():
+    loss = losses.named("cross-entropy")
+
+    def heads(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        (one, count), (two, _) = (loss(x, batch[1]) for x in (model(batch[0]), batch[0]))
+        return Outcome(one + two, count)
+
+    right, wrong = (LOGITS, LABELS), (LOGITS.softmax(1), LABELS)
+    for _ in range(2):
+        objective = Objective(nn.Linear(3, 3), heads, num_ranks=1, nominal_count=1,
+                              device=torch.device("cpu"))
+        objective((LOGITS[:0], LABELS[:0]), 0)
+        with pytest.raises(ConfigError, match="softmax"):
+            objective(wrong, 40)
+    objective(right, 40)
+    objective(wrong, 40)  # a later batch may look like this by chance
+
+
+def test_check_task_checks_the_losses_of_each_task():
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="went through a softmax"):
+            check_task(Softmax())
 
 
 def test_an_unknown_name_is_refused():

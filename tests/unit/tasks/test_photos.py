@@ -167,10 +167,10 @@ def test_a_cut_or_missing_cifar_file_is_named(tmp_path):
     cut.write_bytes(cut.read_bytes()[:-1])
 
     with pytest.raises(ConfigError, match=r"data_batch_3.bin: 18437 bytes"):
-        small(root, data="cifar-10").dataset("train")
+        small(root, data="cifar-10", crop=None).dataset("train")
     cut.unlink()
     with pytest.raises(ConfigError, match=r"no data_batch_3.bin; .*binary version"):
-        small(root, data="cifar-10").dataset("train")
+        small(root, data="cifar-10", crop=None).dataset("train")
 
 
 # --- published weights

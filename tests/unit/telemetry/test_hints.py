@@ -26,6 +26,7 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
     (hints.check_first_loss(230.3, math.log(10)), "the first loss is 230.3"),
     (hints.check_first_loss(0.02, math.log(10)), "2.303 (the logarithm of 10 classes)"),
     (hints.check_first_loss(2.5, math.log(10)), ""),
+    (hints.check_first_loss(1.0, 1000.0), "an untrained model has 1000"),
     (hints.check_flat_loss(FLAT), "2.31 at the beginning and is 2.31"),
     (hints.check_flat_loss([9.0] * 20 + FLAT, 2.3), "was 2.3 at the beginning"),
     (hints.check_flat_loss(FALLING, 2.3), ""),
