@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
+from trainer.checkpoint.buffers import take_shapes
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
@@ -27,6 +28,7 @@ from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
 from trainer.run.hidden_state import check_state_dict, differing, same, values
+from trainer.run.model_modes import set_training
 from trainer.step import Step
 from trainer.task import (
     SPLITS,
@@ -145,7 +147,8 @@ class _Case:
         """A new model in training mode, with the same weights in each call."""
         rng.seed_all(SEED, rng.MODEL)
         model = (task or self.task).model()
-        guard_plain(model.train())
+        set_training(model)
+        guard_plain(model)
         return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
@@ -276,7 +279,8 @@ def _check_sums(case: _Case) -> Iterator[str]:
     """Compare sums in eval mode: with dropout or batch statistics they may depend on the split."""
     if case.halves is None:
         return
-    model = case.model().eval()
+    model = case.model()
+    model.eval()
     with torch.no_grad():
         one, another = (case.outcome(model, case.whole, key=key) for key in (1, 2))
         if float(check_outcome(one)[0]) != float(check_outcome(another)[0]):
@@ -333,6 +337,7 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     for split in SPLITS:
         dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
+    take_shapes(restarted, saved)
     entries = {**restarted.state_dict(keep_vars=True)}
     with torch.no_grad():
         for name, value in saved.items():

@@ -89,8 +89,8 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     path = run.context.path
     run.folder.metrics.sync()
     if run.context.world.writes_run_dir:
-        weights = {name: tensor.cpu() for name, tensor in run.state.export_weights().items()}
-        files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
+        files.replace_bytes(path / layout.PRODUCT,
+                            tensorfile.serialize(run.state.export_weights()))
         files.replace_json(path / layout.SUMMARY, summary)
 
 

@@ -26,6 +26,7 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.run.hidden_state import check_state_dict
+from trainer.run.model_modes import in_evaluation, set_training
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
@@ -91,7 +92,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
-    synced = 0
+    evaluating, synced = in_evaluation(model), 0
     if canonical:
         sync_batchnorm.refuse(model)
     elif config.parallel.sync_bn != "off":
@@ -119,6 +120,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
+        "in_evaluation": evaluating,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
@@ -153,7 +155,7 @@ def make_model(
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
     check_state_dict(model)
-    model.train()
+    set_training(model)
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format

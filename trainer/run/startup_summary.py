@@ -24,8 +24,11 @@ def summary_lines(
               if card["frozen_parameters"] else "")
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
     threads = f"{world.threads} thread" + "s" * (world.threads > 1)
+    evaluating = card["in_evaluation"]
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
+        *[f"modes   in evaluation mode, as model() left them: {listed(evaluating)}"] * bool(
+            evaluating),
         f"data    {card['data']}: {samples}",
         f"batch   {batch_line(config, world.size, card)}",
         f"device  {world.size} × {device_name(world.device)}, {threads} each",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import ReplicaCheck, checksums
-from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
 from trainer.distributed.torch_private import version
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
@@ -29,7 +29,6 @@ from trainer.run.finish import best_rule
 from trainer.run.run import BuiltRun, Run, Trainable
 from trainer.step import ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
-from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
 
@@ -61,7 +60,7 @@ def start(built: BuiltRun) -> Run:
         hidden_state.watch_optimizer(state.optimizer, state.names(), context.log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
-    replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
+    replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
                                  context.world, built.resumption.position)
     return Run(**vars(built), step=step, replica_check=replica_check)
 
@@ -106,7 +105,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
-    changed, local = _find_changed_buffers(trainable, world, log)
+    buffers.agree(world)
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
     moves = _moves_parameters(model, world, before, versions, canonical=canonical)
@@ -115,7 +114,6 @@ def warm_up(built: BuiltRun) -> ModelFacts:
                 seen, hidden_state.ForwardObservation.of(objective))):
         log.warn_once(why)
     return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
-                      replicated_buffers=changed, local_buffers=tuple(local),
                       activations_mb=activations)
 
 
@@ -173,32 +171,6 @@ def _refuse_sparse_gradients(built: BuiltRun) -> None:
         raise from_rank(0, ConfigError(f"{why}."))
 
 
-def _find_changed_buffers(
-    trainable: Trainable, world: World, log: Log
-) -> tuple[frozenset[Tensor], list[Tensor]]:
-    """Collective. Find the buffers that the forward has just changed on some rank: all of them, and
-    those that neither a synchronised batch norm nor the reduction keeps equal on all ranks."""
-    model, buffers = trainable.compute.model, trainable.boundary.buffers
-    pairs = buffers.pairs()
-    here = [bool(torch.any(live != kept)) for live, kept in pairs]
-    on_any = world.all_sum(torch.tensor(here, dtype=torch.float32)).tolist()
-    changed = frozenset(b for (b, _), moved in zip(pairs, on_any, strict=True) if moved)
-    buffers.watch(changed)
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    mine = {id(b) for (b, _), moved in zip(pairs, here, strict=True) if moved}
-    if lost := [n for n, b in model.named_buffers() if id(b) in mine - saved]:
-        log.warn_once(f"the model's forward changes {listed(lost)}, registered with "
-                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
-                      "restart gives other bits")
-    if world.size == 1:
-        return changed, []
-    shared = {id(b) for m in model.modules() if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
-              for b in m.buffers(recurse=False)}
-    if isinstance(trainable.reduction, RankInvariantReduction):
-        shared |= {id(b) for b in trainable.reduction.shared}
-    return changed, [b for b, _ in pairs if b in changed and id(b) not in shared]
-
-
 def _moves_parameters(
     model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
 ) -> bool:
@@ -249,9 +221,8 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 
-def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
+def _replicated(state: TrainState, buffers: Buffers) -> dict[str, Tensor]:
     """Tensors that must be equal on all ranks."""
     parameters, tensors = dict(state.model.named_parameters()), state.tensors()
-    buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
-    return parameters | buffers | tensors[OPTIMIZER] | average
+    return parameters | buffers.replicated() | tensors[OPTIMIZER] | average

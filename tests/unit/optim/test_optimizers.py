@@ -16,6 +16,7 @@ from torch import nn
 from trainer.config.schema import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.optim import optimizers
+from trainer.run.model_modes import eval_mode
 
 
 def net() -> nn.Module:
@@ -114,8 +115,8 @@ def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
     before = copy.deepcopy(model.state_dict())
 
     trained(model, optimizers.make_optimizer(Optim(lr=0.1, weight_decay=0.5), model))
-    model.eval()
-    model.train()
+    with eval_mode(model):
+        pass
 
     assert frozen == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
     assert not model[0][1].training
