@@ -27,7 +27,6 @@ def net() -> nn.Module:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -> nn.Module:
-    model.train()
     for step in range(steps):
         x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -129,11 +128,9 @@ def test_a_partly_frozen_batch_norm_still_updates_its_statistics():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
 
     optimizers.freeze(model, ["0.weight", "2.weight"])
-    model.train()
     assert [m.training for m in model] == [True, True, True]
 
     optimizers.freeze(model, ["[01].*"])
-    model.train()
     assert [m.training for m in model] == [False, False, True]
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*: matches no trainable"):
         optimizers.freeze(model, ["layer4.*"])
