@@ -4,7 +4,8 @@
 
 The rest of a step is its time outside of data, forward, backward, clip, update and schedule, each
 timed around its call. The rest of the same loop by hand is subtracted: torch frees the graph and
-the batch in it. Whole steps are compared as well, block by block.
+the batch in it. Whole steps are compared as well, block by block. The start checks are the median
+difference between starts with and without them, in turn.
 """
 
 from __future__ import annotations
@@ -110,6 +111,22 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     return recorder.found
 
 
+def start_checks_s(model: str, folder: Path) -> float:
+    """Seconds that the checks of a task add to a start."""
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    for turn in range(5):
+        for checks, found in seconds.items():
+            flags = [*MODELS[model], "--steps=1", f"--start-checks={checks}", "--eval.every=off"]
+            with builder() as build:
+                run = build(*flags, f"--run-dir={folder / checks}-{turn}")
+                began = time.perf_counter()
+                start(run)
+                found.append(time.perf_counter() - began)
+                run.guard.close()
+    return statistics.median(
+        on - off for on, off in zip(seconds["on"], seconds["off"], strict=True))
+
+
 class Recorder:
     """Notes the trainer's steps, and after each block makes as many by hand."""
 
@@ -186,17 +203,20 @@ def main() -> None:
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             times = measure(model, options.steps + WARM_UP + 1, Path(folder))
+            checks_s = start_checks_s(model, Path(folder))
         figures: dict[str, Any] = {name: reporting.summary(times[name]) for name in NAMES}
         own, own_mean = (average(times["rest"]) - average(times["rest by hand"])
                          for average in (statistics.median, statistics.fmean))
         share, more = own / figures["step"]["median"], reporting.interval(times[MORE])
-        found[model] = figures | {"own": own, "own_mean": own_mean, "share": share, "more": more}
+        found[model] = figures | {"own": own, "own_mean": own_mean, "share": share, "more": more,
+                                  "start_checks": checks_s}
         rows.append([model, f"{figures['step']['n']}",
                      *(reporting.spread(figures[name], 1e3, 3) for name in NAMES),
                      f"{1e3 * own:.3f}", f"{1e3 * own_mean:.3f}", f"{100 * share:.2f} %",
-                     reporting.within([100 * value for value in more], "+.1f") + " %"])
+                     reporting.within([100 * value for value in more], "+.1f") + " %",
+                     f"{1e3 * checks_s:.1f} ({checks_s / figures['step']['median']:.1f} steps)"])
     print(reporting.table(["model", "n", *(f"{name}, ms" for name in NAMES), "own, ms",
-                           "own, mean ms", "of the step", "whole step"], rows))
+                           "own, mean ms", "of the step", "whole step", "start checks, ms"], rows))
     reporting.print_json("overhead", machine=machine, models=found)
 
 

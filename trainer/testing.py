@@ -27,8 +27,17 @@ from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
-from trainer.run.hidden_state import check_state_dict, differing, same, values
 from trainer.run.model_modes import set_training
+from trainer.run.proof import (
+    FOREIGN,
+    SUMS,
+    check_state_dict,
+    differing,
+    foreign_leaves,
+    same,
+    unequal_sums,
+    values,
+)
 from trainer.step import Step
 from trainer.task import (
     SPLITS,
@@ -109,7 +118,7 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
 
     Runs on the CPU with the first `batch_size` samples of each split, and checks that
     - samples are reproducible under the same key;
-    - the loss is finite, has a graph, and is a sum; metrics are detached;
+    - the loss is finite, has a graph, and is a sum, as metrics are;
     - gradients reach every trainable parameter;
     - an empty micro-batch works and changes nothing;
     - a training step works with the task's parameter groups;
@@ -231,11 +240,10 @@ def _check_loss(case: _Case) -> Iterator[str]:
 def _check_gradients(case: _Case) -> Iterator[str]:
     model = case.model()
     outcome = case.outcome(model, case.whole)
-    for name, pair in outcome.metrics.items():
-        if any(isinstance(value, Tensor) and value.requires_grad for value in pair):
-            yield (f"the metric {name!r} is not detached: it would keep the whole graph in memory; "
-                   "compute it from detached values (.detach()).")
-    check_outcome(outcome)[0].backward()
+    total, _ = check_outcome(outcome)
+    if foreign := foreign_leaves(total, model):
+        yield FOREIGN.format(listed(foreign))
+    total.backward()
     trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     if missing := [name for name, gradient in trainable.items() if gradient is None]:
         yield (f"no gradient reaches {listed(missing)} (.grad is None): use it in the loss, or "
@@ -282,24 +290,9 @@ def _check_sums(case: _Case) -> Iterator[str]:
     model = case.model()
     model.eval()
     with torch.no_grad():
-        one, another = (case.outcome(model, case.whole, key=key) for key in (1, 2))
-        if float(check_outcome(one)[0]) != float(check_outcome(another)[0]):
-            return  # random in eval mode too (such as diffusion noise): nothing to compare
-        parts = [case.outcome(model, half) for half in case.halves]
-    whole, *halves = (_sums(outcome) for outcome in (one, *parts))
-    for name, value in whole.items():
-        added = sum(half.get(name, math.nan) for half in halves)
-        if not abs(value - added) <= TOLERANCE * max(1.0, abs(value)):
-            yield (f"{name} of {case.size} samples is {value:.6g}, but {added:.6g} for the same "
-                   "samples in two batches: return the sum over the samples, not a mean.")
-
-
-def _sums(outcome: Outcome) -> dict[str, float]:
-    total, metrics = check_outcome(outcome)
-    sums = {"Outcome.total": total, "Outcome.count": outcome.count}
-    for name, (value, count) in metrics.items():
-        sums |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
-    return {name: _number(value) for name, value in sums.items()}
+        for problem in unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
+                                    case.whole, case.halves, tolerance=TOLERANCE):
+            yield f"{problem}: {SUMS}"
 
 
 def _check_step(case: _Case) -> Iterator[str]:

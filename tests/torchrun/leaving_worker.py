@@ -19,8 +19,8 @@ def main(folder: Path, code: int, scenario: str) -> int:
     stop, agent = StopSignals(), os.getppid()
     stop.install()
     stop.shield()
-    launch = LaunchInfo.from_environment()
-    _note(folder, f"started {launch.restart_count} {launch.rank}")
+    launch, attempt = LaunchInfo.from_environment(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    _note(folder, f"started {attempt} {launch.rank}")
     if scenario == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
     elif scenario in ("signal", "late"):
@@ -30,7 +30,7 @@ def main(folder: Path, code: int, scenario: str) -> int:
     begun = time.monotonic()
     leave_launcher(code, launch, lambda: stop.senders[agent])
     slow = "late" if time.monotonic() - begun > 4 else "soon"
-    _note(folder, f"left {launch.restart_count} {launch.rank} {slow}")
+    _note(folder, f"left {attempt} {launch.rank} {slow}")
     return code
 
 

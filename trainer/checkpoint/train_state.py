@@ -58,7 +58,7 @@ class TrainState:
     def _current_structure(self) -> dict[str, bool]:
         """Name of each of the model's tensors → whether it is trained."""
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
-        return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
+        return {name: tensor.data_ptr() in trained for name, tensor in model_tensors(self.model)}
 
     def set_part(self, name: str, part: Any) -> None:
         """Add a part, or replace it after a roll-back."""
@@ -70,7 +70,7 @@ class TrainState:
         if self._training is not None:
             return self._training[0]
         self.check_structure()
-        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        model, optimizer = dict(model_tensors(self.model)), self.optimizer_tensors()
         if self.ema is None:
             return {MODEL: model, OPTIMIZER: optimizer}
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
@@ -99,7 +99,7 @@ class TrainState:
             return
         copies = {file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
                   for file, tensors in self.tensors().items()}
-        self._training = copies, self._optimizer_facts()
+        self._training = copies, self.optimizer_facts()
         set_mode(self.optimizer, training=False)
         try:
             yield
@@ -108,12 +108,12 @@ class TrainState:
             self._training = None
             # train() undoes eval() only up to rounding.
             for file, live in self.tensors().items():
-                _copy_into(live, copies[file], file)
+                copy_into(live, copies[file], file)
 
     def export_weights(self) -> dict[str, Tensor]:
         """Copies on the host of the weights for export."""
         with self.evaluation_weights():
-            return {name: t.detach().cpu().clone() for name, t in _model_tensors(self.model)}
+            return {name: t.detach().cpu().clone() for name, t in model_tensors(self.model)}
 
     def facts(self) -> dict[str, Any]:
         """All state except tensors and generators, as JSON values."""
@@ -121,7 +121,7 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
             "meter": self.meter.state_dict(),
-            "optimizer": self._optimizer_facts() if self._training is None else self._training[1],
+            "optimizer": self.optimizer_facts() if self._training is None else self._training[1],
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -164,7 +164,7 @@ class TrainState:
     def load_weights(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         """Restore only parameters, buffers and averages. Raises CheckpointDamaged as `load`."""
         take_shapes(self.model, tensors[MODEL])
-        _copy_into(dict(_model_tensors(self.model)), tensors[MODEL], "model")
+        copy_into(dict(model_tensors(self.model)), tensors[MODEL], "model")
         if self.ema is not None:
             self.ema.load(tensors.get(EMA), saved.ema)
 
@@ -176,13 +176,13 @@ class TrainState:
     def names(self) -> dict[Tensor, str]:
         return {p: n for n, p in self.model.named_parameters()}
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
         names = self.names()
         return {f"{names[parameter]}|{key}": value
                 for parameter, entries in self.optimizer.state.items()
                 for key, value in entries.items() if isinstance(value, Tensor)}
 
-    def _optimizer_facts(self) -> dict[str, Any]:
+    def optimizer_facts(self) -> dict[str, Any]:
         names = self.names()
         groups = [{"names": [names[p] for p in group["params"]],
                    **{k: v for k, v in group.items()
@@ -208,10 +208,6 @@ class TrainState:
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
-            shape = parameters[parameter].shape
-            if value.dim() and value.shape != shape and value.numel() == shape.numel():
-                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)} in the "
-                                        f"checkpoint, the parameter has {tuple(shape)}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
         for name, entries in state.items():
@@ -237,11 +233,11 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in model.state_dict(keep_vars=False).items() if isinstance(t, Tensor)]
 
 
-def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
+def copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
     _same_names(set(saved), set(live), what)
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:

@@ -365,6 +365,9 @@ class Config(Section, Generic[TaskT]):
     freeze: tuple[str, ...] = setting((), "must_match", repeatable=True)
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
+    start_checks: OnOff = setting("on", "ignored")
+    """Check at the start, on the first micro-batch, what exactness needs of the task; off: train
+    without the checks of the loss."""
     accept: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
     inject: tuple[str, ...] = setting((), "ignored", repeatable=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -169,6 +170,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._changed, self._nonfinite = False, changed, nonfinite
+        self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
         dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
@@ -187,6 +189,8 @@ class Objective(nn.Module):
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY_BATCH_NOTE)
             raise
+        if self._look is not None:
+            self._look(outcome)
         if self._next_is_nan:
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
@@ -205,6 +209,15 @@ class Objective(nn.Module):
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
+
+    @contextlib.contextmanager
+    def watched(self, look: Callable[[Outcome], None] | None) -> Iterator[None]:
+        """Call `look` with the outcome of each forward inside the context."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
 
     def inject_nan(self) -> None:
         """Make the next loss a NaN (fault injection)."""

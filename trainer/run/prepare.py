@@ -25,8 +25,8 @@ from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
-from trainer.run.hidden_state import check_state_dict
 from trainer.run.model_modes import in_evaluation, set_training
+from trainer.run.proof import check_state_dict
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 

@@ -213,10 +213,6 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
     expected = setup.task.first_loss() if hasattr(setup.task, "first_loss") else None
     on_cuda = world.device.type == "cuda"
 
-    def zero_gradients() -> list[str]:
-        return [name for name, p in model.named_parameters()
-                if p.grad is not None and p.grad.numel() and not p.grad.to_dense().any()]
-
     def memory() -> tuple[int, int] | None:
         return (torch.cuda.max_memory_allocated(world.device),
                 torch.cuda.get_device_properties(world.device).total_memory) if on_cuda else None
@@ -226,7 +222,7 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
         clip_norm=0.0 if config.clip.value else config.clip.norm,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
-        zero_gradients=zero_gradients, memory=memory)
+        zero_gradients=partial(_zero_gradients, model), memory=memory)
     folder.given_hints.update(config.log.hints_off)
     hints = Hints(context.log, facts, done=folder.given_hints,
                   lines=sample_records(context.path / layout.METRICS))
@@ -240,6 +236,12 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
     if not position:
         hints.emit("shared-samples", shared_samples(data["train"], data["validation"]))
     return hints
+
+
+def _zero_gradients(model: nn.Module) -> list[str]:
+    """The parameters whose gradient is exactly zero. Synchronizes with the device."""
+    return [name for name, p in model.named_parameters()
+            if p.grad is not None and p.grad.numel() and not p.grad.to_dense().any()]
 
 
 def open_timing(context: Context, setup: Setup, attempt: int) -> StepTiming:

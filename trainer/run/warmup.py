@@ -7,16 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
-from trainer.data.map_dataset import MicroBatch
+from trainer.data.map_dataset import KeyedSamples, MicroBatch
+from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
+from trainer.distributed import torch_private
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import ReplicaCheck, checksums
 from trainer.distributed.torch_private import version
@@ -24,12 +28,18 @@ from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.optim import nan_detection
 from trainer.optim.optimizers import sparse_gradient_problem
-from trainer.run import hidden_state, memory
+from trainer.run import memory, proof
 from trainer.run.finish import best_rule
+from trainer.run.model_modes import eval_mode
+from trainer.run.prepare import Setup, content
 from trainer.run.run import BuiltRun, Run, Trainable
 from trainer.step import ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
+from trainer.task import Outcome, check_outcome
+from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
+
+NO_CHECKS = "(--start-checks off trains without this check.)"
 
 
 def start(built: BuiltRun) -> Run:
@@ -57,7 +67,7 @@ def start(built: BuiltRun) -> Run:
     context.log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
     step = _make_step(built, facts)
     if step.own_update:
-        hidden_state.watch_optimizer(state.optimizer, state.names(), context.log)
+        proof.watch_optimizer(state, context.log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
@@ -84,8 +94,11 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     seen = None
     if built.resumption.found is None:
-        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world,
-                         allow_unused=find_unused or canonical)
+        checks = built.context.config.start_checks == "on"
+        if checks:
+            _prove_sums(built, micro)
+        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world, log,
+                         allow_unused=find_unused or canonical, checks=checks)
     times = Counter[Tensor]()  # how often the backward adds to each parameter's gradient
     hooks = [p.register_post_accumulate_grad_hook(lambda p: times.update([p]))
              for p in compute.parameters if canonical]
@@ -110,35 +123,102 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     state.optimizer.zero_grad(set_to_none=True)
     moves = _moves_parameters(model, world, before, versions, canonical=canonical)
     if not moves and seen is not None and torch.are_deterministic_algorithms_enabled() and (
-            why := hidden_state.describe_hidden_state(
-                seen, hidden_state.ForwardObservation.of(objective))):
+            why := proof.describe_hidden_state(
+                seen, proof.ForwardObservation.of(objective))):
         log.warn_once(why)
     return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
                       activations_mb=activations)
 
 
+def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
+    """Collective. Refuse a loss that differs between a micro-batch and its two halves, in eval mode
+    (dropout and batch statistics may depend on them)."""
+    context, setup, objective = built.context, built.setup, built.trainable.compute.objective
+    world, model, buffers = context.world, setup.model, Buffers(setup.model)
+
+    def compute(batch: Any, key: int) -> Outcome:
+        rng.seed_all(context.config.seed, rng.MICRO, key)
+        rng.key(rng.find_generators(*model.modules(), objective.loss), key)
+        with buffers.preserved(set()), torch.no_grad():
+            return objective.loss(model, batches.copy_of(batch))
+
+    halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
+    if any(world.gather_json(halves is None)) or halves is None:  # the loss may communicate
+        return
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    with eval_mode(model), torch_private.uncompiled(model):
+        try:
+            problems = proof.unequal_sums(compute, micro.batch, halves,
+                                          tolerance=max(1e-3, 8 * eps))
+        except Exception as error:
+            if built.validation is not None:
+                raise
+            problems = []
+            context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
+                                  f"that it is a sum ({summarize_exception(error)})")
+    if found := [problem for mine in world.gather_json(problems) for problem in mine]:
+        raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
+
+
+def _halves(setup: Setup, micro: MicroBatch, seed: int) -> tuple[Any, Any] | None:
+    """The samples of a micro-batch in two batches; None if it can't be divided, or has other
+    samples when it is read again."""
+    middle, data = micro.samples // 2, setup.data["train"]
+    device = next(setup.model.parameters()).device
+    if not middle or micro.replaced:
+        return None
+    if isinstance(data, IterableDataset):
+        if any(len(t) != micro.samples for t in batches.tensors(micro.batch) if t.dim()):
+            return None
+        return (batches.map_tensors(lambda t: t[:middle] if t.dim() else t, micro.batch),
+                batches.map_tensors(lambda t: t[middle:] if t.dim() else t, micro.batch))
+    reader, indices = KeyedSamples(data, seed=seed, collate=setup.collate), micro.spec.indices
+    one, other, again = (reader[replace(micro.spec, indices=part)].batch
+                         for part in (indices[:middle], indices[middle:], indices))
+    if content(again) != content(micro.batch):
+        return None
+    return batches.to_device(one, device), batches.to_device(other, device)
+
+
 def _rehearse(
-    trainable: Trainable, micro: MicroBatch, world: World, *, allow_unused: bool
-) -> hidden_state.ForwardObservation:
+    trainable: Trainable, micro: MicroBatch, world: World, log: Log, *, allow_unused: bool,
+    checks: bool,
+) -> proof.ForwardObservation:
     """Collective. Compute a forward and backward without synchronisation, to find parameters that
     only some ranks use: DDP would wait forever for their gradients."""
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
-    compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
+    foreign: list[str] = []
+
+    def look(outcome: Outcome) -> None:
+        foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], compute.model))
+
+    with compute.objective.watched(look if checks else None):
+        compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
-    if world.size > 1 and not allow_unused:
+    if checks:
+        _refuse_on_all_ranks(foreign, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
+    if not allow_unused and world.size > 1:
         _refuse_unused(compute.model, world)
+    elif unused := _without_gradient(compute.model):
+        log.warn_once(
+            f"the loss of the first batch gives no gradient to {listed(unused)}, so it is not "
+            "trained: use it, or freeze it (requires_grad_(False)). checkpoint() stops gradients "
+            "if no input has one, unless it has use_reentrant=False")
     compute.objective.accumulator.take()
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
-    return hidden_state.ForwardObservation.of(compute.objective)
+    return proof.ForwardObservation.of(compute.objective)
+
+
+def _without_gradient(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def _refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
     """Collective. Refuse trainable parameters without a gradient, on this rank if it `looked`."""
     _refuse_on_all_ranks(
-        [n for n, p in model.named_parameters() if looked and p.requires_grad and p.grad is None],
-        world,
+        _without_gradient(model) if looked else [], world,
         "--task: the loss of the first batch does not depend on the trainable parameters {}; "
         "freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 

@@ -223,7 +223,7 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
     (["--run= "], "--run-dir ' ': give the path of a folder."),
-    (["--inject=kil"], "--inject kil: no fault 'kil' (did you mean 'kill'?)"),
+    (["--inject=kil"], "--inject kil: no fault 'kil'; there are kill"),
     (["--accept=optim.lr"], "--accept optim.lr: there is no such setting; use task.FIELD, batch.g"),
     (["--optim.name=adam"], "--optim.name adam: use adamw, sgd, or your own as module:Class"),
     (["--optim.rates=a=0"], "--optim.rates a=0: write PATTERN=FACTOR with a factor above 0"),

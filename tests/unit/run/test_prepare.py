@@ -169,6 +169,11 @@ class Half(nn.Linear):
         return {n: t.half() for n, t in super().state_dict(*args, **kwargs).items()}
 
 
+class Trimmed(nn.Embedding):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {n: t[:3] for n, t in super().state_dict(*args, **kwargs).items()}
+
+
 def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
     class Foreign(Made):
         def collate_fn(self, samples: Any) -> Any:
@@ -215,8 +220,9 @@ class Extra(nn.Linear):
     (lambda: nn.LazyLinear(1), r"weight has no values yet \(a lazy module"),
     (lambda: nn.Linear(2, 1, device="meta"), r"weight has no values yet"),
     (lambda: Sparse(), r"grid is sparse, and a checkpoint cannot hold it"),
-    (lambda: Converting(2, 1), r"state_dict omits bias, which is trainable"),
-    (lambda: Half(2, 1), r"'weight' of the model's state_dict is a new tensor")])
+    (lambda: Converting(2, 1), r"bias of the model doesn't come back from its state_dict"),
+    (lambda: Trimmed(4, 1), r"weight of the model doesn't come back"),
+    (lambda: Half(2, 1), r"weight, bias of the model doesn't come back")])
 def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
     with pytest.raises(ConfigError, match=rf"--task: .*{told}"):
         prepared(Made(net=net))

@@ -1,9 +1,12 @@
-"""State of a model or an optimizer that no checkpoint holds: found, and refused or warned of."""
+"""Proof at the start that a task can be exact: its sums don't depend on the micro-batches, no state
+is outside of checkpoints, and the state comes back from them."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import math
 import random
 import types
 from collections import deque
@@ -17,11 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint.train_state import CONFIGURED, fits_json
+from trainer.checkpoint.train_state import (
+    CONFIGURED,
+    TrainState,
+    copy_into,
+    fits_json,
+    model_tensors,
+)
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.ddp import Objective
-from trainer.errors import ConfigError, listed
+from trainer.distributed.replica_check import checksums
+from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.storage import tensorfile
+from trainer.task import Outcome, check_outcome
 from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
@@ -147,6 +158,57 @@ def _summary(tensor: Tensor) -> Any:
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 
+def unequal_sums(
+    compute: Callable[[Any, int], Outcome], whole: Any, halves: tuple[Any, Any], *,
+    tolerance: float,
+) -> list[str]:  # fmt: skip
+    """What differs between the sums of a batch and those of its halves, one sentence each; nothing
+    if the loss is random or not finite.
+
+    Args:
+        compute: the outcome of a batch, with random numbers that a key selects.
+        tolerance: for rounding, relative to max(1, |sum|).
+    """
+    one, another = _sums(compute(whole, 1)), _sums(compute(whole, 2))
+    if one != another or not math.isfinite(one["Outcome.total"]):
+        return []
+    parts = [_sums(compute(half, 1)) for half in halves]
+    return [f"{name} of a batch is {value:.6g}, but {added:.6g} for the same samples in two batches"
+            for name, value in one.items()
+            if not abs(value - (added := sum(part.get(name, math.nan) for part in parts)))
+            <= tolerance * max(1.0, abs(value))]
+
+
+def _sums(outcome: Outcome) -> dict[str, float]:
+    total, metrics = check_outcome(outcome)
+    sums: dict[str, Any] = {"Outcome.total": total, "Outcome.count": outcome.count}
+    for name, (value, count) in metrics.items():
+        sums |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
+    return {name: float(value.detach() if isinstance(value, Tensor) else value)
+            for name, value in sums.items()}
+
+
+def foreign_leaves(total: Tensor, model: nn.Module) -> list[str]:
+    """Trainable tensors on which a loss depends, and which are no parameters of the model."""
+    own, queue, found = set(model.parameters()), [total.grad_fn], list[str]()
+    seen = set(queue)
+    for node in queue:
+        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if isinstance(leaf, Tensor) and leaf not in own:
+            found.append(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}")
+        following = {n for n, _ in getattr(node, "next_functions", ()) if n is not None} - seen
+        seen |= following
+        queue += following
+    return found
+
+
+FOREIGN = ("the loss depends on trainable tensors that are no parameters of the model ({}), so "
+           "they would be neither trained nor saved: make them parameters of the model, or compute "
+           "with them under torch.no_grad() or after requires_grad_(False).")
+SUMS = ("return the sum over the samples, and their number (or tokens, or weights) as the count, "
+        "not a mean.")
+
+
 def check_state_dict(model: nn.Module) -> None:
     """Raise ConfigError if a checkpoint can't hold or restore the model's state."""
     parts = dict(chain(model.named_parameters(), model.named_buffers()))
@@ -155,46 +217,58 @@ def check_state_dict(model: nn.Module) -> None:
             raise ConfigError(
                 f"--task: the model's {name} has no values yet (a lazy module, or the meta device);"
                 " model() must initialise it, for example by a call with a batch of zeros.")
-    own = {tensor.data_ptr() for tensor in parts.values() if tensor.layout == torch.strided}
-    saved = model.state_dict()
-    for name, value in saved.items():
+    for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"--task: the model's state_dict has {name!r}, a {type(value).__name__}, but a "
                 "checkpoint holds tensors only; make it a buffer (register_buffer with a tensor) "
                 "instead of an extra state.")
-        if value.layout != torch.strided:
-            raise ConfigError(f"--task: the model's {name} is sparse, and a checkpoint cannot hold "
-                              "it; make it dense, or register its indices and values.")
-        if value.numel() and value.data_ptr() not in own:
-            raise ConfigError(
-                f"--task: {name!r} of the model's state_dict is a new tensor at each call, so it "
-                "could not be restored; a custom state_dict may rename and omit tensors, but not "
-                "convert them: make it a buffer (register_buffer with a tensor).")
         try:
             next(tensorfile.serialize({name: value}))
         except TypeError as error:
             raise ConfigError(f"--task: the model's {error}, so a checkpoint cannot hold it; use "
                               "another dtype (two real parts for a complex one).") from None
-    held = {tensor.data_ptr() for tensor in saved.values()}
-    lost = [n for n, p in model.named_parameters()
-            if p.requires_grad and p.numel() and p.data_ptr() not in held]
-    if lost:
-        raise ConfigError(f"--task: the model's state_dict omits {listed(lost)}, which is "
-                          "trainable, so no checkpoint would hold it; include it, or freeze it "
-                          "(requires_grad_(False)).")
+        if value.layout != torch.strided:
+            raise ConfigError(f"--task: the model's {name} is sparse, and a checkpoint cannot hold "
+                              "it; make it dense, or register its indices and values.")
+    if lost := _not_restored(model, parts):
+        raise ConfigError(
+            f"--task: {listed(lost)} of the model doesn't come back from its state_dict, so a "
+            "checkpoint could not restore it. A state_dict, its hooks and extra states may rename "
+            "tensors and omit frozen ones, but must not omit, cut or convert others: make it a "
+            "plain parameter or buffer, or freeze it (requires_grad_(False)).")
 
 
-def watch_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
-) -> None:
-    """Check an optimizer of the user: its state after the first update, and the attributes that
-    the second one changes."""
-    observed: list[dict[str, Any]] = []
+def _not_restored(model: nn.Module, parts: Mapping[str, Tensor]) -> list[str]:
+    """Names of parts, trainable or in the state_dict, that differ after they were saved,
+    overwritten and loaded."""
+    entries = dict(model_tensors(model))
+    memory = {tensor.untyped_storage().data_ptr() for tensor in entries.values()}
+    needed = {name: part.detach() for name, part in parts.items() if part.numel() and (
+        part.requires_grad or name in entries or part.untyped_storage().data_ptr() in memory)}
+    if not needed:
+        return []
+    saved = {name: tensor.clone() for name, tensor in entries.items()}
+    before = checksums(needed.values())
+    for part in needed.values():
+        if part.is_floating_point():
+            part.fill_(math.nan)
+        else:
+            part.bitwise_not_()
+    copy_into(dict(model_tensors(model)), saved, "model")
+    differs = (checksums(needed.values()) != before).tolist()
+    return [name for name, differs_here in zip(needed, differs, strict=True) if differs_here]
+
+
+def watch_optimizer(state: TrainState, log: Log) -> None:
+    """Check an optimizer class of the user by a step hook. After the first update a checkpoint must
+    be able to hold its state; after the second this must come back from one, and attributes that
+    changed in between are a warning."""
+    optimizer, observed = state.optimizer, list[dict[str, Any]]()
 
     def check(*_: Any) -> None:
         if not observed:
-            check_optimizer_state(optimizer, names)
+            check_optimizer_state(optimizer, state.names())
         public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
         found = values(public, of=_summary, most=MOST_VALUES)
         observed.append({n: v for n, v in found.items()
@@ -202,6 +276,7 @@ def watch_optimizer(
         if len(observed) < 2:
             return
         hook.remove()
+        check_optimizer_round_trip(state)
         if changed := differing(*observed):
             log.warn_once(
                 f"{type(optimizer).__name__}: an update changes its attribute "
@@ -209,6 +284,31 @@ def watch_optimizer(
                 "if any result depends on it. Keep it in self.state[parameter] or in the groups")
 
     hook = optimizer.register_step_post_hook(check)
+
+
+def check_optimizer_round_trip(state: TrainState) -> None:
+    """Raise ConfigError if the optimizer's state is not the same after it is saved and loaded, in
+    memory; its own tensors stay in use."""
+    optimizer, names = state.optimizer, state.names()
+    entries = {parameter: dict(entry) for parameter, entry in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
+    tensors = {n: t.detach().clone() for n, t in state.optimizer_tensors().items()}
+    try:
+        state.load_optimizer(tensors, json.loads(json.dumps(state.optimizer_facts())))
+        lost = [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in entry.items()
+                if not same(value, optimizer.state[p].get(key))]
+        lost += [key for old, new in zip(groups, optimizer.param_groups, strict=True)
+                 for key in old if key != "params" and not same(old[key], new[key])]
+    except (CheckpointDamaged, RuntimeError) as error:
+        lost = [str(error)]
+    optimizer.state.clear()
+    optimizer.state.update(entries)
+    for group, old in zip(optimizer.param_groups, groups, strict=True):
+        group.update(old)
+    if lost:
+        raise ConfigError(f"--optim.name {type(optimizer).__name__}: its state would not be the "
+                          f"same after a restart ({listed(lost)}); keep tensors, numbers, strings "
+                          "and lists of them in self.state[parameter] and in the groups.")
 
 
 def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:

@@ -1,0 +1,53 @@
+"""The proof at the start: a task that can't be exact is refused before the first step, by name."""
+
+from __future__ import annotations
+
+import pytest
+from runs import run, until_done
+
+from trainer.commands.compare import differences
+
+TASK = ("--device=cpu", "--data.workers=0", "--batch.global-size=16", "--batch.micro-size=4",
+        "--steps=6", "--checkpoint.every=2", "--eval.every=off")  # fmt: skip
+OPTIMIZER = "--task=brought_task:Regression", "--optim.name"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--task=brought_task:Mean"], "Outcome.total of a batch is"),
+    (["--task=brought_task:MeanMetric"], "the sum of 'error' of a batch is"),
+    (["--task=brought_task:Outside"], "(Parameter of shape ()), so they would be neither trained"),
+    ([*OPTIMIZER, "brought_task:Listing"], "not be the same after a restart (weight: history"),
+])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_task_that_cannot_be_exact_is_refused_by_name(ranks, tmp_path, capfd, arguments, message,
+                                                        size):
+    run(ranks, size, tmp_path / "run", *TASK, *arguments, code=2)
+
+    assert message in capfd.readouterr().out
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+
+
+def test_the_checks_can_be_switched_off(ranks, tmp_path):
+    run(ranks, 2, tmp_path / "run", *TASK, "--task=brought_task:Mean", "--start-checks=off")
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("Regression", ""), ("OnlyTraining", "can't be computed in eval mode, so it isn't checked"),
+    ("Reentrant", "gives no gradient to adapter.weight, so it is not trained")])
+def test_what_cannot_be_checked_or_is_not_trained_is_reported(ranks, tmp_path, capfd, name,
+                                                              message):
+    run(ranks, 1, tmp_path / "run", *TASK, f"--task=brought_task:{name}")
+
+    output = capfd.readouterr().out
+    assert message in output
+    assert ("warning" in output) == bool(message)
+
+
+def test_optimizer_state_of_any_shape_is_restored(ranks, tmp_path):
+    arguments = [*TASK, *OPTIMIZER, "brought_task:Flat"]
+    straight = run(ranks, 2, tmp_path / "straight", *arguments)
+
+    assert until_done(ranks, 2, tmp_path / "run", *arguments,
+                      "--inject=kill:rank=1:step=4:phase=backward") == [[1, -9], [0, 0]]
+
+    assert not list(differences(straight, tmp_path / "run"))
