@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.buffers import take_shapes
+from trainer.checkpoint.buffers import Buffers, take_shapes
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
@@ -284,15 +284,17 @@ def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
-    """Compare sums in eval mode: with dropout or batch statistics they may depend on the split."""
+    """Compare sums in eval mode: with dropout or batch statistics they may depend on the split, as
+    with buffers that change in eval mode."""
     if case.halves is None:
         return
     model = case.model()
     model.eval()
-    with torch.no_grad():
-        for problem in unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
-                                    case.whole, case.halves, tolerance=TOLERANCE):
-            yield f"{problem}: {SUMS}"
+    buffers, moved = Buffers(model), set[str]()
+    with torch.no_grad(), buffers.preserved(moved):
+        problems = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
+                                case.whole, case.halves, tolerance=TOLERANCE)
+    yield from (f"{problem}: {SUMS}" for problem in problems if not moved)
 
 
 def _check_step(case: _Case) -> Iterator[str]:
