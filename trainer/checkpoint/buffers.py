@@ -78,7 +78,8 @@ class Buffers:
                 slot.kept = None
                 continue
             if id(live) not in kept:
-                kept[id(live)] = slot.kept if _fits(live, slot.kept) else live.detach().clone()
+                copy = slot.kept
+                kept[id(live)] = copy if _fits(copy, live) else live.detach().clone()
                 pairs.append((live, kept[id(live)]))
             slot.kept = kept[id(live)]
         self._live, self._kept = [live for live, _ in pairs], [copy for _, copy in pairs]
@@ -137,10 +138,11 @@ class Buffers:
         for slot in self._slots:
             if slot.is_cache:
                 continue
-            if not _fits(found := slot.current, slot.kept):
+            found, copy = slot.current, slot.kept
+            if not _fits(found, copy):
                 return True
-            if not (slot.moves or found is None):
-                (on_host if found.is_cpu else on_device).append((found, slot.kept))
+            if copy is not None and not slot.moves:
+                (on_host if found.is_cpu else on_device).append((found, copy))
         if not all(_equal(found, kept) for found, kept in on_host):
             return True
         if not on_device:
@@ -202,8 +204,8 @@ class Buffers:
     def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
         """NaN if a value of a changing buffer (in `among`) is not finite and was at `keep`,
         otherwise 0, on the buffers' device; None without such buffers."""
-        found = [(slot.current.detach().flatten(), slot.kept.flatten()) for slot in self._floating()
-                 if among is None or slot.original in among]
+        found = [(slot.current.detach().flatten(), copy.flatten()) for slot in self._floating()
+                 if (copy := slot.kept) is not None and (among is None or slot.original in among)]
         if not found:
             return None
         now, before = (torch.cat(tensors) for tensors in zip(*found, strict=True))
