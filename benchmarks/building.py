@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from trainer.config import command_line
 from trainer.distributed.world import LaunchInfo, World
+from trainer.optim import precision
 from trainer.resilience.stop_signals import StopSignals
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.build import build
@@ -18,6 +19,7 @@ from trainer.telemetry.events import Log
 def builder() -> Iterator[Callable[..., BuiltRun]]:
     """A function that builds a run on one rank with one thread from flags."""
     log = Log(level="error")
+    precision.set_determinism(True)
     with (World.form(device="cpu", threads=1, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
         def make(*flags: str) -> BuiltRun:

@@ -1,4 +1,5 @@
-"""Makes the pictures of the documentation: the report and TensorBoard of a run with faults.
+"""Makes the pictures of the documentation: the report and TensorBoard of a run with faults, and the
+report of several runs.
 
     python -m benchmarks.pictures [--out docs/pictures] [--work FOLDER]
 
@@ -26,9 +27,15 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
           "term:step=330")  # fmt: skip
 MAX_BYTES = 200_000
-TOP = 1310  # pixels of the report, down to its time line
+TOP = 1370  # pixels of the report, down to its time line
+TABLE = 560  # pixels of the report of several runs, down to its first plots
 ROOT, RUN = Path(__file__).resolve().parents[1], "sample-with-faults"
-TAGS = "%5E(train%7Cvalidation)%2F(loss%7Caccuracy)"
+SEVERAL = {
+    "base": (), "lr-0.03": ("--optim.lr=0.03",), "lr-0.001": ("--optim.lr=0.001",),
+    "sgd": ("--optim.name=sgd", "--optim.lr=0.1"), "seed-1": ("--seed=1",),
+    "killed": ("--seed=2", "--inject=kill:step=60"),
+}  # fmt: skip
+"""Run → its flags."""
 TENSORBOARD_S = 60.0
 
 
@@ -50,11 +57,13 @@ def draw(url: str, width: int, height: int, *options: str) -> str:
                               check=True).stdout
 
 
-def screenshot(url: str, target: Path, *, height: int, wait_ms: int = 0) -> None:
-    """Save a picture of a page, 1200 pixels wide, in as many colours as `MAX_BYTES` allow."""
+def screenshot(
+    url: str, target: Path, *, width: int = 1200, height: int, wait_ms: int = 0
+) -> None:
+    """Save a picture of a page in as many colours as `MAX_BYTES` allow."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "page.png")
-        draw(url, 1200, height, f"--screenshot={raw}", "--blink-settings=preferredColorScheme=1",
+        draw(url, width, height, f"--screenshot={raw}", "--blink-settings=preferredColorScheme=1",
               *([f"--virtual-time-budget={wait_ms}"] if wait_ms else []))
         image = Image.open(raw).convert("RGB")
     for colors in (256, 128, 64, 32):
@@ -71,6 +80,14 @@ def train(work: Path) -> None:
     codes = [python(work, *command).wait() for _ in range(2)]
     if codes != [75, 0]:
         raise RuntimeError(f"the run ended with {codes}, not with 75 (stopped), then 0")
+
+
+def train_several(work: Path) -> None:
+    """Short runs with different settings, one of which is killed and started again."""
+    for name, flags in SEVERAL.items():
+        for _ in range(1 + (name == "killed")):
+            python(work, "trainer", "spiral", f"--run-dir=runs/{name}", "--steps=150",
+                   "--epochs=None", *flags).wait()
 
 
 def python(work: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -92,7 +109,7 @@ def tensorboard(work: Path) -> Iterator[str]:
         while True:
             with contextlib.suppress(OSError):
                 tags = urllib.request.urlopen(f"{url}/data/plugin/scalars/tags", timeout=5).read()
-                if b"train/loss" in tags:
+                if b"curves/loss" in tags:
                     break
             if time.monotonic() > deadline_s or process.poll() is not None:
                 raise TimeoutError("TensorBoard didn't answer")
@@ -121,8 +138,16 @@ def main() -> int:
         page = (work / RUN / "report.html").resolve().as_uri()
         screenshot(page, options.out / "report.png", height=TOP)
         with tensorboard(work) as url:
-            screenshot(f"{url}/#scalars&_smoothingWeight=0&tagFilter={TAGS}",
-                       options.out / "tensorboard.png", height=760, wait_ms=20_000)
+            # Charts that a worker draws are not in a picture.
+            screenshot(f"{url}/?forceSVG=true", options.out / "tensorboard.png", width=1440,
+                       height=1050, wait_ms=20_000)
+        if not (work / "runs").exists():
+            train_several(work)
+        runs = [f"runs/{name}" for name in SEVERAL]
+        if python(work, "trainer", "report", *runs, "--out", "several").wait():
+            return 1
+        page = (work / "several/report.html").resolve().as_uri()
+        screenshot(page, options.out / "report-of-several.png", height=TABLE)
     return 0
 
 

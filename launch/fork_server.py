@@ -12,6 +12,7 @@ When the launcher dies, the server waits a few seconds for the ranks to save, th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -151,6 +152,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
     """Import the entry function and what it will need: (0, the function), or (exit code, None) if
     there is nothing to start, after `--help` or an error, which is printed."""
     module_name, _, function_name = entry.partition(":")
+    _keep_cuda_usable()
     try:
         module = importlib.import_module(module_name)
         main = getattr(module, function_name)
@@ -177,6 +179,16 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
               "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main
+
+
+def _keep_cuda_usable() -> None:
+    """Let `torch.cuda.is_available()` in an imported module not initialise the driver, which no
+    fork could use then: torch asks NVML, or is told that there is no device."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def _ended_child() -> os.waitid_result | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.errors import ConfigError
@@ -48,6 +50,24 @@ def number(kind: type[int] | type[float], least: float) -> Callable[[str], float
     return parse
 
 
+def _ranks(text: str) -> int:
+    """N, or as torchrun has it: cpu (one per core), gpu (one per GPU), auto (gpu, else cpu)."""
+    if text not in ("cpu", "gpu", "auto"):
+        return int(number(int, 1)(text))
+    gpus = 0 if text == "cpu" else _visible_gpus()
+    if text == "gpu" and not gpus:
+        raise ArgumentTypeError("gpu: no NVIDIA GPU is visible (see CUDA_VISIBLE_DEVICES)")
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _visible_gpus() -> int:
+    """Number of GPUs, without torch, which takes seconds to import."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
 def _nodes(text: str) -> tuple[int, int]:
     least, _, most = (text if ":" in text else f"{text}:{text}").partition(":")
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
@@ -72,7 +92,9 @@ def _option(default: Any, parse: Callable[[str], Any], metavar: str, words: str)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    nproc_per_node: int = _option(1, number(int, 1), "N", "ranks on this machine (default: 1)")
+    nproc_per_node: int = _option(
+        1, _ranks, "N", "ranks on this machine: a number, cpu (one per core), gpu (one per GPU) or "
+        "auto (gpu if there is one, else cpu) (default: 1)")
     max_restarts: int = _option(
         3, number(int, 0), "K",
         "restarts after failures; the count is reset when a later step has been saved (default: 3)")

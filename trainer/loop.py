@@ -5,8 +5,9 @@ from __future__ import annotations
 from trainer.data.sample_errors import check_replaced_share
 from trainer.run.bad_steps import handle_bad_streak, replicas_match, report_skipped_step
 from trainer.run.finish import finish
+from trainer.run.prepare import is_due
 from trainer.run.run import Run
-from trainer.run.validation import is_due, save_and_stop, validate
+from trainer.run.validation import save_and_stop, validate
 from trainer.telemetry.status import Phase
 
 

@@ -172,6 +172,7 @@ class Step:
         self.num_ranks = compute.num_ranks
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
+        self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
     @classmethod
@@ -209,7 +210,8 @@ class Step:
         self._to_mean(vector[COUNT])
         grad_norm = clip(self.parameters, self.clip)
         self._device_span.second()
-        sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
+        with self._waiting_for_device:
+            sums, norm = self.objective.read_sums(vector, grad_norm)
         if sums.samples < self.min_samples:
             self._discard_window()
             return None

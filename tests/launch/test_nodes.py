@@ -184,7 +184,7 @@ def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folde
 
     assert [c["kind"] for c in inspect(first.run)["checkpoints"]][-1] == "stop"
     # The folder is shared: one rank wrote it.
-    assert len(list((first.run / "tensorboard").iterdir())) == 1
+    assert len(list((first.run / "tensorboard/train").iterdir())) == 1
 
 
 @pytest.mark.long

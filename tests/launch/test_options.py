@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from launch.__main__ import main
@@ -16,8 +18,18 @@ def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
                               trainer_argv=("tiny", "--grace-s", "--"))
 
 
+@pytest.mark.parametrize(("text", "visible", "expected"), [
+    ("gpu", "0,2,5", 3), ("auto", "3", 1), ("auto", "", len(os.sched_getaffinity(0))),
+    ("cpu", "0", len(os.sched_getaffinity(0)))])
+def test_ranks_as_torchrun_counts_them(text, visible, expected, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    assert parse_options([f"--nproc-per-node={text}"]).nproc_per_node == expected
+
+
 @pytest.mark.parametrize(("argv", "words"), [
     (["--nproc-per-node", "0"], ("--nproc-per-node: '0'", "from 1")),
+    (["--nproc-per-node", "gpu"], ("--nproc-per-node: gpu", "no NVIDIA GPU is visible")),
     (["--grace-s", "nan"], ("--grace-s: 'nan'", "from 0")),
     (["--nnodes", "2:1"], ("--nnodes: '2:1'", "MIN:MAX")),
     (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),

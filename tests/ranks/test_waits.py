@@ -103,13 +103,19 @@ def in_user_code(where: str) -> str:
         while not event.is_set():
             pass
 
-    wait = {"a loop": loop, "a hook in backward": lambda: backward(loss)}[where]
+    def device() -> None:
+        with waiting_for(WaitsFor.DEVICE):
+            loop()
+
+    wait = {"a loop": loop, "a hook in backward": lambda: backward(loss), "the device": device}[
+        where]
     return standing(wait, event.set).value
 
 
-@pytest.mark.parametrize("where", ["a loop", "a hook in backward"])
-def test_a_rank_that_stands_in_user_code_waits_for_nobody(ranks, where):
-    assert ranks(1, in_user_code, where, group=False) == ["nobody"]
+@pytest.mark.parametrize(("where", "whom"), [
+    ("a loop", "nobody"), ("a hook in backward", "nobody"), ("the device", "device")])
+def test_a_rank_that_stands_in_user_code_waits_for_nobody(ranks, where, whom):
+    assert ranks(1, in_user_code, where, group=False) == [whom]
 
 
 def at_a_prompt() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TAPE, events, run, steps, train, until_done
+from runs import TAPE, events, run, steps, train, until_done, validations
 
 from trainer.commands.compare import differences
 
@@ -19,12 +19,12 @@ TASK = (*TAPE, "--task.norm=batch", "--task.validation=6", "--steps=12", "--chec
 WIDE = (*TASK, "--task.width=20000", "--checkpoint.keep=2")
 
 
-def shown_by(run: Path) -> Any:
-    """What TensorBoard itself reads."""
+def shown_by(run: Path, part: str = "train") -> Any:
+    """What TensorBoard itself reads of training or validation."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything = dict.fromkeys(("scalars", "images", "tensors", "histograms"), 0)
-    accumulator = EventAccumulator(str(run / "tensorboard"), size_guidance=everything)
+    accumulator = EventAccumulator(str(run / "tensorboard" / part), size_guidance=everything)
     accumulator.Reload()
     return accumulator
 
@@ -37,7 +37,7 @@ def timeless(events: list[Any]) -> list[Any]:
 def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, undisturbed, tmp_path):
     arguments = ["spiral", "--device=cpu", "--data.workers=0", "--task.points=120",
                  "--batch.global-size=10", "--batch.micro-size=5", "--steps=24", "--epochs=None",
-                 "--checkpoint.every=5", "--eval.every=8", "--log.tensorboard-every=1",
+                 "--checkpoint.every=5", "--eval.every=8",
                  "--log.histograms=4", "--log.graph=on"]  # fmt: skip
     straight, killed = undisturbed(1, *arguments), tmp_path / "killed"
     faults = [f"--inject=kill:step={n}:phase={p}" for n, p in
@@ -46,15 +46,24 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, undistu
     assert until_done(ranks, 1, killed, *arguments, *faults) == [[-9]] * 3 + [[0]]
 
     expected, shown = shown_by(straight), shown_by(killed)
-    assert len(list((killed / "tensorboard").iterdir())) == 4
-    assert [e.step for e in shown.Scalars("train/loss")] == list(range(1, 25))
+    assert len(list((killed / "tensorboard/train").iterdir())) == 4
+    assert [e.step for e in shown.Scalars("curves/loss")] == list(range(1, 25))
     tags = expected.Tags()["scalars"]
-    assert {"train/loss", "train/accuracy", "optimizer/lr", "optimizer/grad_norm",
-            "speed/samples_per_s", "validation/loss", "validation/train_loss",
-            "final/test_accuracy"} <= set(tags)
-    for tag in (tag for tag in tags if not tag.startswith("speed/")):
+    assert {tag for tag in tags if tag.startswith("curves/")} == {
+        f"curves/{name}" for name in ("accuracy", "learning_rate", "loss", "samples_per_s")}
+    assert "optimizer/grad_norm" in tags
+    for tag in (tag for tag in tags if tag != "curves/samples_per_s"
+                and not tag.startswith("speed/")):
         assert timeless(shown.Scalars(tag)) == timeless(expected.Scalars(tag)), tag
-    for tag in ("confusion", "validation"):
+    validated = {line["step"]: line for line in validations(killed)}
+    for tag in ("loss", "accuracy"):
+        points = shown_by(killed, "validation").Scalars(f"curves/{tag}")
+        assert timeless(points) == timeless(
+            shown_by(straight, "validation").Scalars(f"curves/{tag}")), tag
+        assert [e.step for e in points] == list(range(8, 25))
+        assert [e.value for e in points] == pytest.approx(
+            [validated[step // 8 * 8][f"val_{tag}"] for step in range(8, 25)])
+    for tag in ("images/confusion", "images/validation"):
         assert timeless(shown.Images(tag)) == timeless(expected.Images(tag)), tag
         assert [e.step for e in shown.Images(tag)] == [8, 16, 24]
     norms = shown.Histograms("optimizer/grad_norms")
@@ -70,11 +79,12 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, undistu
     for each in (expected, shown):
         card, = each.Tensors("run/text_summary")
         assert b"global batch of 10" in card.tensor_proto.string_val[0]
-        assert len(each.Tensors("custom_scalars__config__")) == 1
         assert "_hparams_/session_end_info" in each.summary_metadata
+        settings = each.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+        assert b"Final/test_accuracy" in settings
         assert each.Graph().node
     losses = {line["step"]: line["loss"] for line in steps(killed)}
-    read = [e.value for e in shown.Scalars("train/loss")]
+    read = [e.value for e in shown.Scalars("curves/loss")]
     assert read == pytest.approx(list(losses.values()), rel=1e-6)
     assert not list(differences(straight, killed))
 
@@ -118,7 +128,7 @@ def test_only_the_first_rank_speaks_and_a_quiet_run_says_nothing(ranks, tmp_path
     assert "2 ranks × micro-batches of 2 × 2 (accumulated) = global batch of 8; each BatchNorm " \
            "sees 4 samples" in first.output
     assert second.output == quiet.output == ""
-    assert len(list((tmp_path / "run/tensorboard").iterdir())) == 1
+    assert len(list((tmp_path / "run/tensorboard/train").iterdir())) == 1
 
 
 @pytest.fixture

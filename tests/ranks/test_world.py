@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness import Ranks
 from launch.fork_server import fork
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
+from trainer.optim.precision import set_determinism
 
 
 def test_ranks_form_a_world_with_a_common_nonce_and_store(ranks: Ranks) -> None:
@@ -242,3 +245,35 @@ def test_the_users_choice_of_interface_is_kept(ranks: Ranks) -> None:
 def _interfaces() -> list[str]:
     with World.form():
         return [os.environ[f"{backend}_SOCKET_IFNAME"] for backend in ("GLOO", "NCCL")]
+
+
+def test_a_connection_of_another_library_is_no_connection_of_a_peer(ranks: Ranks) -> None:
+    """NCCL opens connections while a group is made, and closes them in a healthy run."""
+    assert ranks(2, _noisy, group=False) == [(True, 3.0, "0", "0")] * 2
+
+
+def _noisy() -> tuple[object, ...]:
+    noise: list[socket.socket] = []
+    seen: list[object] = []
+    init = dist.init_process_group
+
+    def noisy_init(*arguments: Any, store: dist.Store, rank: int, **options: Any) -> None:
+        seen.extend([torch.are_deterministic_algorithms_enabled(),
+                     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"],
+                     os.environ["TORCH_NCCL_ENABLE_MONITORING"]])
+        if rank == 0:
+            server = socket.create_server(("127.0.0.1", 0))
+            store.set("noise", str(server.getsockname()[1]))
+            noise.append(server.accept()[0])
+        else:
+            noise.append(socket.create_connection(("127.0.0.1", int(store.get("noise")))))
+        init(*arguments, store=store, rank=rank, **options)
+
+    dist.init_process_group = noisy_init
+    set_determinism(True)
+    with World.form(device="cpu") as world:
+        mine = {os.fstat(fd).st_ino for fd in world.connections()}
+        noise[0].shutdown(socket.SHUT_RDWR)
+        total = world.all_sum(torch.tensor(world.rank + 1.0)).item()
+        assert os.fstat(noise[0].fileno()).st_ino not in mine
+    return seen[0], total, *seen[1:]

@@ -260,7 +260,7 @@ class Checkpointer:
         if kept:
             tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
                        for file, entries in tensors.items()}
-        copy = self._snapshot.take(tensors, pin=kept is None)
+        copy = self._snapshot.take(tensors, pin=False)  # pinning would wait for a stuck kernel
         self._write_alone(self._make_job("survivor", copy))
         return step
 

@@ -210,10 +210,15 @@ class TrainState:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
+        group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
         for name, entries in state.items():
             owner = parameters[name]
+            # As torch places it: a count of updates is read on the host, unless a kernel reads it.
+            on_host = {"step"} if not any(
+                group_of[owner].get(option) for option in ("capturable", "fused")) else set()
             self.optimizer.state[owner] = {
-                key: _placed(value, owner) if isinstance(value, Tensor) else value
+                key: value if not isinstance(value, Tensor) else
+                value.clone() if key in on_host else _placed(value, owner)
                 for key, value in entries.items()}
         of = {name: group for group in facts["groups"] for name in group["names"]}
         groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]

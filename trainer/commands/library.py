@@ -35,6 +35,7 @@ from trainer.errors import (
     TrainerError,
 )
 from trainer.optim import compile_cache
+from trainer.optim.precision import set_determinism
 from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
 from trainer.run.saved_run import load_weights
@@ -154,6 +155,7 @@ def _train_in_process(config: Config[Any]) -> None:
     threads = None if config.world.threads == "auto" else config.world.threads
     try:
         log.status.enter(Phase.JOIN)
+        set_determinism(config.numerics.deterministic == "on")
         with _signals(stop, log), World.form(
             device=config.device, timeout_s=config.world.timeout_s, threads=threads,
             launch=LaunchInfo()

@@ -14,6 +14,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
+from trainer.optim.precision import set_determinism
 from trainer.resilience.progress_marks import ProgressMarks, Subscriber
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run.build import build
@@ -45,6 +46,7 @@ def scratch_run(
                 config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
                 graph="off", wandb="off", hints_off=("all",)))
         threads = None if config.world.threads == "auto" else config.world.threads
+        set_determinism(config.numerics.deterministic == "on")
         with World.form(device=config.device, threads=threads, launch=LaunchInfo()) as world:
             marks = ProgressMarks(log.status)
             if clock is not None:

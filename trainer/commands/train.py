@@ -25,6 +25,7 @@ from trainer.errors import (
     StopRequested,
     TrainerError,
 )
+from trainer.optim.precision import set_determinism
 from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
 from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
 from trainer.resilience.preflight import allow_files, check_cache_folder
@@ -102,8 +103,12 @@ class RankProcess:
         stop.limit(self._grace_s, self._leave_late)
         threads = None if config.world.threads == "auto" else config.world.threads
         log.status.enter(Phase.JOIN)
+        set_determinism(config.numerics.deterministic == "on")
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
+            if world.users_nccl_settings:
+                log.info(f"kept from the environment: {', '.join(world.users_nccl_settings)}; "
+                         "torch may end a rank before it has saved (docs/gpus.md)")
             orders.attach(world)
             training.run(config, world)
         return EXIT_COMPLETE

@@ -316,8 +316,9 @@ class Logging(Section, prefix="log."):
     """Minimum level of console lines."""
     sinks: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Your own sinks for steps and validations, as module:Class (called with the run folder)."""
-    tensorboard_every: Duration = setting(Duration(50), "ignored")
-    """Interval of TensorBoard scalars of training steps."""
+    tensorboard_every: Duration | Literal["auto"] = setting("auto", "ignored")
+    """Interval of TensorBoard scalars of training steps; auto: every step of a run of less than
+    1000 steps; in a longer one about 500 points, and at least one in 50 steps."""
     histograms: Duration = setting(Duration(0), "ignored")
     """Interval of TensorBoard histograms of each parameter and gradient (as applied), or off."""
     graph: OnOff = setting("off", "ignored")

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import torch_private
 from trainer.distributed.peer_errors import lost_peer
-from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.task import Outcome, check_outcome
 
@@ -248,12 +247,12 @@ class Objective(nn.Module):
             self.stats_carrier.grad = None
 
     def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[StepSums, float]:
-        """Copy the sums and the gradient norm to the host, in one transfer."""
+        """Copy the sums and the gradient norm to the host, in one transfer, for which the host
+        waits."""
         if isinstance(vector, list):
             values, norm = vector, float(grad_norm)
         else:
-            with waiting_for(WaitsFor.PEERS):
-                *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(

@@ -23,6 +23,8 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
                                   "device; use --device cpu or auto, or check nvidia-smi, "
                                   "CUDA_VISIBLE_DEVICES, and whether this is a CUDA build.")
             found = torch.cuda.device_count()
+            if found == 1:  # a scheduler may give each rank a device of its own (see `World`)
+                return torch.device("cuda", 0)
             if found < local_size:
                 raise ConfigError(f"--device cuda: {local_size} ranks on this host but {found} "
                                   f"CUDA device{'s' * (found != 1)}; each rank needs its own: "

@@ -12,7 +12,8 @@ class WaitsFor(Enum):
     """What a thread waits for."""
 
     NOBODY = "nobody"
-    PEERS = "peers"  # other ranks, or the device that waits for them
+    PEERS = "peers"  # other ranks
+    DEVICE = "device"  # which waits for other ranks; no user code runs meanwhile
     WRITER = "writer"  # the thread that writes checkpoints
     PERSON = "person"  # at a debugger's prompt
 
@@ -56,6 +57,8 @@ def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
     inner: FrameType | None = frame
     if stack := _markers.get(thread):
         whom, code = stack[-1]
+        if whom is WaitsFor.DEVICE:
+            return whom
         while inner is not None:
             package = _module(inner).partition(".")[0]
             if package == "trainer" or inner.f_code is code:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer import errors
-from trainer.distributed import allocator, serialization, sockets, torch_private
+from trainer.distributed import allocator, nccl, serialization, sockets, torch_private
 from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -93,7 +93,8 @@ class World:
         """Key-value store of this attempt; None in a world of one. It has one locked connection: a
         thread that may block in it uses `store.clone()`."""
         self.group: dist.ProcessGroup | None = None
-        """For gradients, torch's default (gloo on CPU, nccl on CUDA); None in a world of one."""
+        """For gradients (gloo on CPU, nccl on CUDA); None in a world of one."""
+        self.users_nccl_settings: list[str] = []
         self.interface: str | None = None  # None: torch or the user chooses it
         self.has_nodes = launch.local_size < launch.size
         self.is_main = launch.rank == 0
@@ -137,26 +138,42 @@ class World:
     def _join(self, join_timeout_s: float) -> None:
         self.interface = sockets.use_interface(
             self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
-        # torchrun sets this to 1. Then a thread of torch aborts NCCL after an error, and queued
-        # kernels run on garbage before this process can save the state on the device.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        self.users_nccl_settings = nccl.configure()
         self.nonce, self.store = join_attempt(self.rank, self.size, join_timeout_s)
-        before, on_cuda = sockets.connections(), self.device.type == "cuda"
+        on_cuda = self.device.type == "cuda"
         timeout, long_timeout = (
             timedelta(seconds=s) for s in (self._current_timeout_s, self._long_timeout_s))
+        # The default group is the user's. On CUDA its NCCL connections are made at its first use.
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", store=self.store, rank=self.rank, world_size=self.size,
-            timeout=timeout, device_id=self.device if on_cuda else None)
-        self.group = dist.group.WORLD
-        self._metrics, self._control = (
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=self.store, rank=self.rank,
+            world_size=self.size, timeout=long_timeout)
+        # A library may open and close connections of its own, as NCCL does: only those of gloo's
+        # groups show the death of a peer.
+        before = sockets.connections()
+        self._metrics, self._control, *gradients = (
             cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-            for limit in (timeout, long_timeout))
+            for limit in (timeout, long_timeout, *[timeout] * (not on_cuda)))
         self._inodes = frozenset(
             inode for inode, ports in sockets.connections().items()
             if inode not in before and self.launch.master_port not in ports)
+        if on_cuda:
+            self._refuse_shared_device()
+        self.group = cast(dist.ProcessGroup, gradients[0] if gradients else dist.new_group(
+            backend="nccl", timeout=long_timeout, device_id=self.device))
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
+
+    def _refuse_shared_device(self) -> None:
+        """Collective. Refuse a GPU that several ranks use: NCCL would wait for ever."""
+        everywhere = self.gather_json(str(torch.cuda.get_device_properties(self.device).uuid))
+        ranks = [rank for rank, uuid in enumerate(everywhere) if uuid == everywhere[self.rank]]
+        if len(ranks) > 1:
+            raise errors.ConfigError(
+                f"--device cuda: ranks {', '.join(map(str, ranks))} have the same GPU "
+                f"({everywhere[self.rank]}), and each rank needs its own: use as many ranks as "
+                "there are GPUs, --device cpu, or a device for each rank (Slurm: "
+                "--gpus-per-task=1).")
 
     def use_threads(self, threads: int) -> None:
         self.threads = threads
@@ -317,6 +334,7 @@ class World:
 
     def _set_timeout(self, timeout_s: float) -> None:
         self._current_timeout_s = timeout_s
-        for group in (self.group, self._metrics):
+        # NCCL's timeout is always the long one: the watchdog finds a rank that is stuck.
+        for group in (self._metrics, self.group if self.device.type == "cpu" else None):
             if group is not None and not self._ended:
                 torch_private.set_timeout(group, timeout_s)

@@ -84,11 +84,12 @@ def scaler(choice: PrecisionPolicy, device: torch.device, initial: float) -> tor
                                 enabled=choice.dtype is torch.float16)
 
 
-def set_determinism(deterministic: bool, device: torch.device) -> None:
-    """Select deterministic kernels or the fastest ones. Call it before the first kernel runs."""
+def set_determinism(deterministic: bool) -> None:
+    """Select deterministic kernels or the fastest ones. Call it before the first kernel runs, and
+    before the process groups are made: torch then excludes NCCL's algorithm NVLS, whose sums differ
+    from call to call (pytorch #156381)."""
     if deterministic:
-        if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory only helps to find reads of it: it costs time, changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -66,6 +66,16 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
     return found
 
 
+def running_s(records: Iterable[Event]) -> float:
+    """Seconds from the first to the last record of each attempt, summed."""
+    spans: dict[int, tuple[float, float]] = {}
+    for record in records:
+        time, number = record["time"], record["attempt"]
+        begin, end = spans.get(number, (time, time))
+        spans[number] = min(begin, time), max(end, time)
+    return sum(end - begin for begin, end in spans.values())
+
+
 def _add(attempt: Attempt, event: Event) -> None:
     attempt.end_step = max(attempt.end_step, event["step"])
     if event.get("error") == "StaleAttempt":

@@ -153,11 +153,13 @@ class Watchdog:
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
         if idle_s > limit_s / 4:
             whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
+        if whom is WaitsFor.DEVICE:  # such a wait takes processor time
+            quiet_s = idle_s
         allowed = patience(phase, main.point, limit_s, self._start_s)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
             idle_s=round(idle_s, 1), flag=allowed.flag,
-            waits=whom is WaitsFor.PEERS and self._world.size > 1,
+            waits=whom in (WaitsFor.PEERS, WaitsFor.DEVICE) and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))
 

@@ -72,7 +72,10 @@ def finish(run: Run) -> dict[str, Any]:
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    run.folder.metrics.finish(settings(run.context.config), figures, progress.step)
+    config = run.context.config
+    chosen = settings(config)
+    plain = {name: chosen[name] for name, _, change in config.leaves() if change != "ignored"}
+    run.folder.metrics.finish(plain, figures, progress.step)
     if run.recorders.pictures is not None:
         run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))

@@ -109,7 +109,11 @@ class Guard:
                 return False
             if not self.boundary.close(world.launch.grace_s):
                 return False  # another thread saves, and ends the process
-            self.boundary.buffers.put_back()
+            try:
+                self.boundary.buffers.put_back()
+            except RuntimeError as error:  # no call succeeds after an error of the GPU
+                log.warning(f"step {step} could not be saved: {error}")
+                return False
         return self._save_alone(noticed_s)
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:

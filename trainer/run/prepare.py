@@ -44,6 +44,11 @@ class Intervals:
     verify: int
 
 
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
+    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a run trains, before its folder is touched."""
@@ -78,7 +83,6 @@ class Setup:
 
 def prepare(config: Config[Any], world: World) -> Setup:
     """Build and check everything that does not need the run folder."""
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
@@ -124,6 +128,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
+        "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
         "fingerprint": fingerprint,
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +28,16 @@ from trainer.data.stream_reader import StreamSpec
 from trainer.data.workers import DataReader
 from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
+from trainer.resilience.attempts import running_s
 from trainer.run import startup_summary
 from trainer.run.context import Context, RunFolder
 from trainer.run.evaluate import eval_mode
-from trainer.run.prepare import REMEDY, Setup
+from trainer.run.prepare import REMEDY, Setup, is_due
 from trainer.run.run import Run
 from trainer.run.saved_run import record_first_call
 from trainer.storage import layout
 from trainer.storage.files import display_path
-from trainer.storage.jsonl import last_records, sample_records
+from trainer.storage.jsonl import last_records, read_records, sample_records
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
@@ -127,20 +130,19 @@ def _open_tensorboard(
     context: Context, setup: Setup, history: Sequence[dict[str, Any]], first: int
 ) -> TensorBoard:
     """Open TensorBoard, in which `first` is the next step to be shown."""
-    norms: list[float] = []  # of the steps before, since the last validation
-    for line in history:
-        if line["step"] >= first:
-            break
-        if "val_loss" in line:
-            norms.clear()
-        elif line["grad_norm"] is not None:
-            norms.append(line["grad_norm"])
-    log = context.config.log
+    log, intervals = context.config.log, setup.intervals
     return TensorBoard(
-        context.path / layout.TENSORBOARD, first=first, norms=norms,
-        every=setup.steps(log.tensorboard_every) or setup.intervals.total,
+        context.path / layout.TENSORBOARD, every=_scalar_interval(context, setup), first=first,
+        is_validated=partial(is_due, interval=intervals.evaluate, last=intervals.total),
+        history=itertools.takewhile(lambda line: line["step"] < first, history),
         class_names=getattr(setup.task, "class_names", ()),
         histograms_every=setup.steps(log.histograms), tensors=partial(_tensors, setup.model))
+
+
+def _scalar_interval(context: Context, setup: Setup) -> int:
+    """Steps between the scalars of TensorBoard."""
+    every, total = context.config.log.tensorboard_every, setup.intervals.total
+    return min(50, total // 500) or 1 if every == "auto" else setup.steps(every) or total
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -193,11 +195,11 @@ def _other_sinks(
         return
     yield Console(log, total=total, every=setup.intervals.log or total, start=position,
                   bar=sys.stderr.isatty() and config.log.level in ("debug", "info"),
-                  restarts=log.attempt)
+                  restarts=log.attempt, earlier_s=_earlier_s(context.path) if position else 0.0)
     if config.log.wandb != "off":
         make_wandb = partial(
             WandB, context.path, folder.identity.run_id, mode=config.log.wandb,
-            every=setup.steps(config.log.tensorboard_every) or total,
+            every=_scalar_interval(context, setup),
             settings=compatibility.settings(config),
             class_names=getattr(setup.task, "class_names", ()))
         yield GuardedSink(f"--log.wandb {config.log.wandb}", make_wandb, log)
@@ -205,6 +207,13 @@ def _other_sinks(
         yield GuardedSink("hints", partial(_open_hints, context, setup, folder, position), log)
     for name, make in setup.sinks.items():
         yield GuardedSink(f"--log.sinks {name}", partial(make, context.path), log)
+
+
+def _earlier_s(path: Path) -> float:
+    """Seconds that the run in a folder has been running."""
+    return running_s(record for file in (layout.EVENTS, layout.TIMING)
+                     for record in read_records(path / file)
+                     if {"time", "attempt"} <= record.keys())
 
 
 def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:

@@ -90,8 +90,8 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema),
                            own_optimizer=":" in config.optim.name)
     threads = weights.threads if config.world.threads == "auto" else config.world.threads
+    precision.set_determinism(config.numerics.deterministic == "on")
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
     model, choice = make_model(task, config, world.device)

@@ -70,9 +70,10 @@ def startup_warnings(
 def log_startup(
     log: Log, lines: Sequence[str], warnings: Sequence[str], resumption: Resumption, path: Path
 ) -> None:
-    """Log the summary, the warnings, and whether the run is new or continues."""
+    """Log the warnings, whether the run is new or continues, and, at its first start and after a
+    change, the summary."""
     decision, position = resumption.decision, resumption.position
-    for line in lines:
+    for line in lines if not log.attempt or decision.changes else ():
         log.info(line)
     for line in [*warnings, *(f"changed: {change}" for change in decision.changes)]:
         log.warning(line)

@@ -41,8 +41,3 @@ def save_and_stop(run: Run) -> NoReturn:
     run.guard.checkpoint.settle()
     raise StopRequested(f"stopped on request after step {run.state.progress.step}; "
                         "run the same command to continue")
-
-
-def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
-    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

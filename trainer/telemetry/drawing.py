@@ -11,6 +11,8 @@ RIGHT, WRONG, INK = (30, 120, 60), (190, 40, 40), (40, 40, 40)
 CAPTION, GAP = 12, 4
 COLUMNS, MIN_SIDE = 6, 112
 """Images in a row, and the least length of their longer side."""
+FEW, CELL = 20, 56
+"""The most classes whose names a confusion matrix shows, and the side of its cells then."""
 
 
 def predictions(images: Any, logits: Any, labels: Any, names: Sequence[str]) -> np.ndarray:
@@ -47,39 +49,61 @@ def is_matrix(table: Any) -> bool:
 
 def matrix(table: Sequence[Sequence[float]], names: Sequence[str]) -> np.ndarray:
     """A confusion matrix, HxWx3 uint8: rows are true classes, columns predicted ones. The shade of
-    a cell is its share of the row. With few classes the counts are written too."""
-    from PIL import Image, ImageDraw
+    a cell is its share of the row. With few classes their names and the counts are written too, so
+    large that they can be read in a picture of half the size."""
+    from PIL import Image, ImageDraw, ImageFont
 
     counts = np.asarray(table, dtype=np.float64)
     number = len(counts)
-    few = number <= 20
-    side = 34 if few else max(4, 700 // number)
+    few = number <= FEW
+    side = CELL if few else max(4, 700 // number)
+    font: Any = ImageFont.load_default(size=22)
     labels = [_name(names, c) for c in range(number)] if few else []
-    left, top = (84, CAPTION + GAP) if few else (0, 0)
-    sheet = Image.new("RGB", (left + number * side, top + number * side), "white")
+    widths = [round(font.getlength(label)) + 12 for label in labels]
+    edge = min(220, max(120, *widths)) if widths else 0
+    sheet = Image.new("RGB", (edge + number * side, edge + number * side), "white")
     pen = ImageDraw.Draw(sheet)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     for row in range(number):
         for column in range(number):
-            x, y, share = left + column * side, top + row * side, shares[row, column]
+            x, y, share = edge + column * side, edge + row * side, shares[row, column]
             tint = RIGHT if row == column else WRONG
             pen.rectangle((x, y, x + side - 2, y + side - 2), fill=tuple(
                 round(245 - (245 - part) * share) for part in tint))
             if labels and counts[row, column]:
-                pen.text((x + 2, y + side // 2 - 6), f"{counts[row, column]:.0f}",
+                text = f"{counts[row, column]:.0f}"
+                fitting = font.font_variant(size=min(22, 22 * (side - 6) / font.getlength(text)))
+                pen.text((x + side / 2, y + side / 2), text, font=fitting, anchor="mm",
                          fill="white" if share > 0.6 else INK)
-    for place, label in enumerate(labels):
-        pen.text((2, top + place * side + side // 2 - 6), _cut(pen, label, left - 4), fill=INK)
-        pen.text((left + place * side, 0), _cut(pen, label, side - 2), fill=INK)
+    if labels:
+        _label(sheet, labels, edge, font)
     return np.asarray(sheet)
+
+
+def _label(sheet: Any, labels: Sequence[str], edge: int, font: Any) -> None:
+    """Write the names of the rows and, turned, those of the columns."""
+    from PIL import Image, ImageDraw
+
+    pen = ImageDraw.Draw(sheet)
+    pen.text((6, 6), "rows: true\ncolumns: predicted", font=font.font_variant(size=edge / 9),
+             fill=INK)
+    for place, label in enumerate(labels):
+        start, middle = edge + place * CELL, CELL / 2
+        label = _cut(pen, label, edge - 12, font)
+        pen.text((edge - 6, start + middle), label, font=font, anchor="rm", fill=INK)
+        column = Image.new("RGB", (edge, CELL), "white")
+        ImageDraw.Draw(column).text((6, middle), label, font=font, anchor="lm", fill=INK)
+        # A narrow name leaves room for the corner's text.
+        sheet.paste(column.crop((0, 0, round(font.getlength(label)) + 8, CELL)).rotate(
+            90, expand=True), (start, edge - round(font.getlength(label)) - 8))
 
 
 def _name(names: Sequence[str], number: int) -> str:
     return names[number] if number < len(names) else str(number)
 
 
-def _cut(pen: Any, text: str, width: int) -> str:
+def _cut(pen: Any, text: str, width: int, font: Any = None) -> str:
     """The longest prefix of a text that fits into `width` pixels."""
-    while text and pen.textlength(text) > width:
+    while text and pen.textlength(text, font=font) > width:
         text = text[:-1]
     return text

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,12 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
     if scores.table is not None and scores.table.numel() <= LARGEST_TABLE:
         line["val_table"] = scores.table.long().tolist()
     return line
+
+
+def primary_metric(names: Iterable[str]) -> str | None:
+    """The metric to show next to the loss: the accuracy, or the first one; None without metrics."""
+    metrics = [name for name in names if name not in RESERVED]
+    return "accuracy" if "accuracy" in metrics else next(iter(metrics), None)
 
 
 def encode_line(line: dict[str, Any]) -> bytes:

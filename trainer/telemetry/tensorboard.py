@@ -20,117 +20,171 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
-from trainer.telemetry.metrics import RESERVED, Sink
+from trainer.telemetry.metrics import RESERVED, Sink, primary_metric
 
-CHARTS = {
-    "loss": ["train/loss", "validation/train_loss", "validation/loss"],
-    "accuracy": ["train/accuracy", "validation/accuracy"], "learning rate": ["optimizer/lr.*"],
-    "gradient norm": ["optimizer/grad_norm"], "samples per second": ["speed/samples_per_s"],
-    "restarts": ["run/restarts"],
-}  # fmt: skip
-"""Charts of TensorBoard's page "custom scalars"."""
+CURVES = {"optimizer/lr": "curves/learning_rate", "speed/samples_per_s": "curves/samples_per_s"}
+"""Tags that are shown next to the loss, with the names they have there."""
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
 NORMS = 4096
 """Number of gradient norms, the last ones before a validation, that its histogram shows."""
 
 
-class TensorBoard(Sink):
-    """Event files for TensorBoard, one write per record. torch's SummaryWriter has a thread and a
+class EventFile:
+    """A file of a TensorBoard run, one write per record. torch's SummaryWriter has a thread and a
     buffer, which a forked loader worker would inherit, and a full disk ends it.
 
     Args:
-        every: steps between scalars.
-        first: the first step that is shown from now on, 0 at the beginning of a run. TensorBoard
-            drops what earlier attempts have shown from this step on.
-        class_names: names for the confusion matrix.
-        norms: gradient norms since the last validation, which an earlier attempt has shown.
-        tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
+        folder: that of the run.
+        first: TensorBoard drops what earlier files of the folder show from this step on.
     """
 
-    def __init__(self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
-                 norms: Iterable[float] = (), histograms_every: int = 0,
-                 tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         self._summary, self._record_writer = summary, RecordWriter
-        self._every, self._first = every, first
-        self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
-        self._histograms_every, self._tensors = histograms_every, tensors
-        folder.mkdir(exist_ok=True)
-        self._is_new = not any(folder.iterdir())
+        folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads event files in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = AppendFile(folder / name)
-        self._event(file_version="brain.Event:2")
-        self._event(session_log=SessionLog(status=SessionLog.START), step=first)
+        self.write(file_version="brain.Event:2")
+        self.write(session_log=SessionLog(status=SessionLog.START), step=first)
 
-    def introduce(self, summary: Sequence[str], restarts: int) -> None:
-        """Show the startup summary and the number of restarts."""
-        if self._is_new:  # TensorBoard does not drop texts of earlier attempts
-            charts = {name: ["Multiline", tags] for name, tags in CHARTS.items()}
-            self._event(summary=self._summary.custom_scalars({"the run": charts}))
-            text = "    " + "\n    ".join(summary)
-            self._event(summary=self._summary.text("run", text), step=0)
-        if restarts:
-            self._scalars({"run/restarts": restarts}, self._first)
+    def scalars(self, tags: Mapping[str, float], step: int) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self.write(summary=Summary(value=values), step=step)
 
-    def samples(self, images: Any) -> None:
-        self._image("samples", images, 0, dataformats="NCHW")
+    def histogram(self, tag: str, values: Any, step: int) -> None:
+        if values.size and np.isfinite(values).all():
+            self.write(summary=self._summary.histogram(tag, values, BINS), step=step)
 
-    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        step = line["step"]
-        if line["grad_norm"] is not None:
-            self._norms.append(line["grad_norm"])
-        if self._histograms_every and timing and step % self._histograms_every == 0:
-            for tag, values in self._tensors():
-                self._histogram(tag, values, step)
-        if step == 1 or not step % self._every:
-            self._scalars(train_scalars(line, timing), step)
+    def image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
+        self.write(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
 
-    def validation(self, line: dict[str, Any]) -> None:
-        step, table = line["step"], line.get("val_table")
-        self._scalars(validation_scalars(line), step)
-        self._histogram("optimizer/grad_norms", np.asarray(self._norms), step)
-        self._norms.clear()
-        if table is not None and drawing.is_matrix(table):
-            self._image("confusion", drawing.matrix(table, self._names), step)
+    def text(self, tag: str, text: str) -> None:
+        self.write(summary=self._summary.text(tag, text), step=0)
 
-    def picture(self, image: Any, step: int) -> None:
-        self._image("validation", image, step)
+    def hparams(self, values: Mapping[str, Any]) -> None:
+        # Without the first part, the page also finds the last values of all scalars.
+        for summary in self._summary.hparams(dict(values), {})[1:]:
+            self.write(summary=summary)
 
-    def graph(self, definition: Any) -> None:
-        """Show the graph of the model (a GraphDef)."""
-        self._event(graph_def=definition.SerializeToString())
-
-    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        plain = {k: v if isinstance(v, bool | int | float) else writable(str(v))
-                 for k, v in settings.items() if v is not None}
-        for summary in self._summary.hparams(plain, dict(figures)):
-            self._event(summary=summary)
-        self._scalars(figures, step)
+    def write(self, **fields: Any) -> None:
+        """Write an event with these fields."""
+        record = io.BytesIO()
+        event = Event(wall_time=time.time(), **fields)
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a later attempt writes the missing lines
             self._file.close()
 
-    def _scalars(self, tags: Mapping[str, float], step: int) -> None:
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
-        self._event(summary=Summary(value=values), step=step)
 
-    def _histogram(self, tag: str, values: Any, step: int) -> None:
-        if values.size and np.isfinite(values).all():
-            self._event(summary=self._summary.histogram(tag, values, BINS), step=step)
+class TensorBoard(Sink):
+    """Event files for TensorBoard. Training and validation are two of its runs, with the same tags,
+    so that each of its charts shows both. Its first page shows the tags in alphabetical order:
+    `curves/` comes first. The last validation is shown at each step that is shown of the training:
+    TensorBoard leaves out the lowest and highest 5 % of the points of a chart, and smooths the
+    rest, which would hide or move the few points of validations.
 
-    def _image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
-        self._event(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
+    Args:
+        every: steps between scalars.
+        first: the first step that is shown from now on, 0 at the beginning of a run.
+        is_validated: whether a validation follows a step.
+        history: lines of metrics.jsonl that an earlier attempt has shown.
+        class_names: names for the confusion matrix.
+        tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
+    """
 
-    def _event(self, **fields: Any) -> None:
-        record = io.BytesIO()
-        event = Event(wall_time=time.time(), **fields)
-        self._record_writer(record).write(event.SerializeToString())
-        self._file.append(record.getvalue())
+    def __init__(self, folder: Path, *, every: int, first: int,
+                 is_validated: Callable[[int], bool] = lambda step: False,
+                 history: Iterable[dict[str, Any]] = (), class_names: Sequence[str] = (),
+                 histograms_every: int = 0,
+                 tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
+        self._folder, self._every, self._first = folder, every, first
+        self._is_validated, self._names = is_validated, class_names
+        self._histograms_every, self._tensors = histograms_every, tensors
+        self._norms = deque[float](maxlen=NORMS)  # since the last validation
+        self._last_validation: dict[str, float] = {}
+        for line in history:
+            self._remember(line)
+        self._is_new = not folder.exists()
+        self._training = EventFile(folder / "train", first)
+        self._validation: EventFile | None = None
+
+    def introduce(self, summary: Sequence[str], restarts: int) -> None:
+        """Show the startup summary and the number of restarts."""
+        if self._is_new:  # TensorBoard does not drop texts of earlier attempts
+            self._training.text("run", writable("    " + "\n    ".join(summary)))
+        if restarts:
+            self._training.scalars({"run/restarts": restarts}, self._first)
+
+    def samples(self, images: Any) -> None:
+        self._training.image("images/samples", images, 0, dataformats="NCHW")
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        step = line["step"]
+        self._remember(line)
+        if self._histograms_every and timing and step % self._histograms_every == 0:
+            for tag, values in self._tensors():
+                self._training.histogram(tag, values, step)
+        if step == 1 or not step % self._every:
+            self._training.scalars(_curves(train_scalars(line, timing)), step)
+            if not self._is_validated(step):
+                self._show_validation(step)
+
+    def validation(self, line: dict[str, Any]) -> None:
+        step, table = line["step"], line.get("val_table")
+        self._training.histogram("optimizer/grad_norms", np.asarray(self._norms), step)
+        self._remember(line)
+        self._show_validation(step)
+        if table is not None and drawing.is_matrix(table):
+            self._training.image("images/confusion", drawing.matrix(table, self._names), step)
+
+    def _remember(self, line: dict[str, Any]) -> None:
+        if "val_loss" in line:
+            tags = validation_scalars(line)
+            tags.pop("validation/train_loss", None)  # the training's curve shows it
+            self._last_validation = _curves(tags)
+            self._norms.clear()
+        elif line["grad_norm"] is not None:
+            self._norms.append(line["grad_norm"])
+
+    def _show_validation(self, step: int) -> None:
+        if self._last_validation:
+            self._validation = self._validation or EventFile(self._folder / "validation",
+                                                             self._first)
+            self._validation.scalars(self._last_validation, step)
+
+    def picture(self, image: Any, step: int) -> None:
+        self._training.image("images/validation", image, step)
+
+    def graph(self, definition: Any) -> None:
+        """Show the graph of the model (a GraphDef)."""
+        self._training.write(graph_def=definition.SerializeToString())
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        plain = {k: v if isinstance(v, bool | int | float) else writable(str(v))
+                 for k, v in settings.items() if v is not None}
+        # As metrics of the page the figures would need scalars: charts of one dot each. Names with
+        # a capital letter come first.
+        self._training.hparams({**{k.capitalize(): v for k, v in figures.items()}, **plain})
+
+    def close(self) -> None:
+        self._training.close()
+        if self._validation is not None:
+            self._validation.close()
+
+
+def _curves(tags: Mapping[str, float]) -> dict[str, float]:
+    """The tags of training or validation, as they are called in both."""
+    names = {tag: tag.partition("/")[2] for tag in tags
+             if tag.startswith(("train/", "validation/"))}
+    shown = ("loss", primary_metric(names.values()))
+    new = {tag: f"{'curves' if name in shown else 'metrics'}/{name}" for tag, name in names.items()}
+    return {new.get(tag) or CURVES.get(tag, tag): value for tag, value in tags.items()}
 
 
 def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.report.figures import summary
+from trainer.commands.report.figures import DEATH, notable_events, summary
 from trainer.commands.report.history import PARTS, History, read_history
 from trainer.commands.report.plots import shorten_waiting
 
@@ -43,10 +43,11 @@ def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, sav
             **both}
 
 
-def history(events: list[Event], timing: Sequence[dict[str, Any]] = ()) -> History:
+def history(events: list[Event], timing: Sequence[dict[str, Any]] = (), *,
+            running: bool = False) -> History:
     return History(name="run", path=Path("run"), events=sorted(events, key=lambda e: e["time"]),
                    steps=[], validations=[], timing=list(timing), config={}, environment={},
-                   summary=None)
+                   summary=None, running=running)
 
 
 def parts(events: list[Event], timing: list[dict[str, Any]]) -> dict[str, float]:
@@ -164,3 +165,23 @@ def test_an_event_before_the_start_by_another_clock_has_a_position():
 
     assert at(run.begun) == 0.0
     assert at(run.begun - 2.0) <= 0.0
+
+
+def test_the_death_of_all_processes_is_an_event_at_the_last_record_unless_the_run_goes_on():
+    killed = [*begun(0.0, 0), event(9.0, 0, "save", step=9), *begun(20.0, 1, step=9, reached=12)]
+
+    for running, expected in ((True, ["0"]), (False, ["0", "1"])):
+        run = history(killed, running=running)
+        assert [str(times.attempt.number) for times in run.deaths] == expected
+        deaths = [found for found, text in notable_events(run) if text == DEATH]
+        assert [(e["rank"], e["attempt"]) for e in deaths] == [("all", int(n)) for n in expected]
+        assert deaths[0]["step"] == 12
+        assert summary(run)["state"] == ("running" if running else "died")
+    assert not history([*begun(0.0, 0), *KILLED, *begun(13.0, 1), FAILURE], running=True).deaths
+
+
+def test_a_step_that_is_repeated_is_drawn_once():
+    timing = [line(5.0, 0, 10, 5, step_s=1.0), line(10.0, 0, 20, 10, step_s=1.0),
+              line(20.0, 1, 12, 2, step_s=3.0), line(25.0, 1, 22, 10, step_s=3.0)]
+
+    assert [part["step"] for part in history(begun(0.0, 0), timing).last_timing] == [10, 12, 22]

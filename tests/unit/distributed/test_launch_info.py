@@ -51,8 +51,9 @@ def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: 
     ((0, False), "auto", 2, "cpu"), ((2, False), "auto", 2, "cuda:1"),
     ((2, False), "cpu", 2, "cpu"), ((0, True), "auto", 1, "mps"), ((0, True), "auto", 2, "cpu"),
     ((0, True), "mps", 2, r"--device mps with 2 ranks.*reduce.*--device cpu"),
-    ((1, False), "auto", 2, r"2 ranks on this host but 1 CUDA device; .*"
-                            r"--nproc_per_node=1, or --device cpu"),
+    ((2, False), "auto", 3, r"3 ranks on this host but 2 CUDA devices; .*"
+                            r"--nproc_per_node=2, or --device cpu"),
+    ((1, False), "auto", 3, "cuda:0"),
     ((0, False), "cuda", 1, r"--device cuda: .*no CUDA device.*use --device cpu"),
     ((0, False), "tpu", 1, r"--device tpu: .*auto, cpu, cuda or mps")])
 def test_a_rank_takes_its_device_or_says_what_to_do(

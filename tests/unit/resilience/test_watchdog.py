@@ -6,17 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from trainer.distributed.waits import WaitsFor, waiting_for
+from trainer.distributed.world import LaunchInfo, World
 from trainer.resilience import processes, progress_marks, stack_dumps
 from trainer.resilience.fault_injection import PHASES
 from trainer.resilience.hang_detection import RankReport
 from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.watchdog import Watchdog
+from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,3 +158,23 @@ def test_ranks_hear_each_other_and_agree_on_one_alarm():
     finally:
         for beat in beats:
             beat.stop()
+
+
+def test_a_wait_for_a_device_is_found_although_it_takes_processor_time():
+    log, limit_s, over = Log(level="error"), 0.2, threading.Event()
+    log.status.enter(Phase.TRAIN)
+    watchdog = Watchdog(World(LaunchInfo(), torch.device("cpu"), 1), log, limit_s=limit_s)
+    watchdog.marks.mark(Phase.BACKWARD, 3, 0)
+
+    def watch() -> None:
+        while not watchdog._look(time.monotonic()).over:
+            time.sleep(limit_s / 10)
+        over.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    deadline_s = time.monotonic() + 60
+    with waiting_for(WaitsFor.DEVICE):
+        while not over.is_set() and time.monotonic() < deadline_s:
+            sum(range(1000))
+
+    assert over.is_set()

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from trainer.telemetry.console import Console
+from trainer.telemetry.console import LEAST_BAR, Console
 from trainer.telemetry.events import Log
 
 LINE = {"step": 0, "epoch": 0, "loss": 0.5, "lr": 1e-3, "grad_norm": 2.0, "samples": 64,
@@ -35,19 +35,27 @@ def test_lines_of_training_and_validation_have_the_same_columns():
         "step  50/100  loss  0.4000  accuracy 0.800  (validation; training loss 0.6000)"]
 
 
-def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
-    now = itertools.count()
-    console = Console(Log(), total=100, every=50, start=10, bar=True, restarts=1,
-                      clock=lambda: next(now))
+@pytest.mark.parametrize(("columns", "total", "figures"), [
+    (60, 100, "loss 0.5000  accuracy 0.750"),
+    (80, 100, "loss 0.5000  accuracy 0.750  128 samples/s"),
+    (80, 37500, "loss 0.5000  accuracy 0.750  128 samples/s"),
+    (140, 37500, "loss 0.5000  accuracy 0.750  128 samples/s  restarts 1  lr 1.00e-03  norm 2.00  "
+                 "f1 0.700")])
+def test_the_bar_shows_the_figures_that_fit_and_the_time_of_the_whole_run(
+        monkeypatch, capsys, columns, total, figures):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
+    console = Console(Log(), total=total, every=50, start=total - 3, bar=True, restarts=1,
+                      earlier_s=5000.0)
 
-    for step in range(11, 101):
-        console.step({**LINE, "step": step}, {"step": 0.5})
+    for step in range(total - 2, total + 1):
+        console.step({**LINE, "f1": 0.7, "step": step}, {"step": 0.5})
     console.close()
 
-    shown = capsys.readouterr().err.split("\r")[-1]
-    assert "100/100" in shown
-    assert "loss  0.5000  accuracy 0.750  lr 1.00e-03  norm 2.00  128 samples/s  restarts 1" in (
-        shown)
+    shown = capsys.readouterr().err.split("\r")[-1].rstrip("\n")
+    bar, _, text = shown.partition("| ")
+    assert len(shown) == columns
+    assert len(bar) >= LEAST_BAR
+    assert text == f"{total}/{total} 1:23:20<00:00  {figures}"
 
 
 @pytest.mark.parametrize(("variables", "expected"), [

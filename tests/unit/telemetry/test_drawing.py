@@ -29,8 +29,10 @@ def test_a_confusion_matrix_is_dark_where_the_counts_are():
 
     picture = drawing.matrix(table, ("cat",))  # the class without a name is labelled by its number
 
-    left, top, side = 84, drawing.CAPTION + drawing.GAP, 34
-    assert picture.shape == (top + 2 * side, left + 2 * side, 3)
-    assert tuple(picture[top + side, left + side]) == drawing.RIGHT  # all of the second row
-    assert tuple(picture[top + side, left]) == (245, 245, 245)
+    edge, side = 120, drawing.CELL
+    assert picture.shape == (edge + 2 * side, edge + 2 * side, 3)
+    assert tuple(picture[edge + side, edge + side]) == drawing.RIGHT  # all of the second row
+    assert tuple(picture[edge + side, edge]) == (245, 245, 245)
+    for names in (picture[edge:, :edge], picture[:edge, edge:]):
+        assert names.min() < 100, "the classes are named"
     assert drawing.matrix(np.eye(100).tolist(), ()).shape == (700, 700, 3)

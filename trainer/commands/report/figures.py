@@ -10,6 +10,8 @@ from trainer.resilience.attempts import Event
 
 ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
 """Events of every healthy run, and `lost-peer`, which follows the failure of another rank."""
+DEATH = "died: every process has ended without an event (killed from outside, or the host failed)"
+"""How an attempt ended that nothing has recorded."""
 
 STEP_PARTS = ("data", "compute", "communication", "save")
 
@@ -18,10 +20,13 @@ def notable_events(run: History) -> Iterator[tuple[Event, str]]:
     """Yield the notable events, each with a description.
 
     An event that several ranks report appears once. Secondary failures, which follow from the
-    failure of another rank, are left out.
+    failure of another rank, are left out. Deaths of all processes, which have none, are added.
     """
     seen = set[tuple[Any, ...]]()
-    for event in run.events:
+    deaths = [{"time": times.over, "attempt": times.attempt.number, "rank": "all",
+               "step": times.attempt.reached or times.attempt.end_step, "event": DEATH}
+              for times in run.deaths]
+    for event in sorted([*run.events, *deaths], key=lambda event: event["time"]):
         name = event["event"]
         if name in ORDINARY or event.get("echo") or event.get("error") == "StaleAttempt":
             continue
@@ -32,7 +37,7 @@ def notable_events(run: History) -> Iterator[tuple[Event, str]]:
             yield event, f"{name}: {what}" if what else name
 
 
-def affected_rank(event: Event) -> int:
+def affected_rank(event: Event) -> Any:
     """Return the rank that an event is about: for a hang its culprit, not the reporting rank."""
     culprit = event.get("culprit")
     return event["rank"] if culprit is None else culprit
@@ -47,7 +52,7 @@ def summary(run: History) -> dict[str, str]:
     lost_s = [f"{part} {format_duration(seconds)}" for part, seconds in run.goodput.items()
               if part != "useful" and seconds >= 0.0005]
     rows = {
-        "state": _state(run), "steps": f"{last.get('step', 0):,}",
+        "state": run_state(run), "steps": f"{last.get('step', 0):,}",
         "loss of the last step": _number(last.get("loss")),
         f"best {str(best.get('metric')).replace('_', ' ')}":
             "" if best.get("value") is None else
@@ -63,13 +68,12 @@ def summary(run: History) -> dict[str, str]:
     return {name: value for name, value in rows.items() if value}
 
 
-def _state(run: History) -> str:
+def run_state(run: History) -> str:
     if run.summary is not None and run.steps and run.summary.get("step") == run.steps[-1]["step"]:
         return "finished"
     if not run.attempt_times:
         return "not started"
-    last = run.attempt_times[-1].attempt
-    return last.end if last.end != "died" or last.cause else "running, or died"
+    return "running" if run.running else run.attempt_times[-1].attempt.end
 
 
 def _goodput(run: History) -> str:

@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.resilience.attempts import Attempt, Event, read_attempts
 from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
+from trainer.storage.locks import owner_is_alive
 from trainer.telemetry.events import read_events
 
 Timing = Sequence[Mapping[str, Any]]
@@ -70,12 +71,29 @@ class History:
     config: dict[str, Any]  # dotted name → value
     environment: dict[str, Any]
     summary: dict[str, Any] | None
+    running: bool = False
     attempt_times: list[AttemptTimes] = field(init=False)
     goodput: dict[str, float] = field(init=False)  # seconds for each of `PARTS`
 
     def __post_init__(self) -> None:
         self.attempt_times = attempt_times(self.events, self.timing)
         self.goodput = goodput(self.attempt_times, self.events, self.timing)
+
+    @property
+    def deaths(self) -> list[AttemptTimes]:
+        """The attempts whose processes have all died without an event, as in a power cut."""
+        ended = self.attempt_times[:-1] if self.running else self.attempt_times
+        return [times for times in ended
+                if times.attempt.end == "died" and times.attempt.cause is None]
+
+    @property
+    def last_timing(self) -> list[dict[str, Any]]:
+        """The lines of timing.jsonl whose steps have not been repeated."""
+        kept: list[dict[str, Any]] = []
+        for line in reversed(self.timing):
+            if not kept or line["step"] < kept[-1]["step"]:
+                kept.append(line)
+        return kept[::-1]
 
     @property
     def begun(self) -> float:
@@ -114,7 +132,8 @@ def read_history(path: Path, *others: Path) -> History:
         timing=[line for line in read_records(path / layout.TIMING) if "step_s" in line],
         config=_config(path / layout.CONFIG),
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
-        summary=files.read_json(path / layout.SUMMARY))
+        summary=files.read_json(path / layout.SUMMARY),
+        running=owner_is_alive(path / layout.LOCK))
 
 
 def attempt_times(events: Sequence[Event], timing: Timing) -> list[AttemptTimes]:

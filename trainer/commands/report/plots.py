@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +24,16 @@ from trainer.commands.report.figures import (
     peak_memory_mb,
 )
 from trainer.commands.report.history import PARTS, History
-from trainer.telemetry.metrics import RESERVED
+from trainer.telemetry.drawing import FEW, is_matrix
+from trainer.telemetry.metrics import primary_metric
 from trainer.telemetry.step_timing import own_step_s
 
 POINTS = 500
 """Longer series are reduced to the means of this many groups."""
 MOST_RANKS, LEGEND_RANKS = 24, 8
 """Ranks in the time line, and in a legend."""
+MOST_PLAIN = 60
+"""Longer series of training are averaged."""
 
 INK, FAINT, ALARM = "#1f2430", "#d4d8e0", "#c62828"
 SERIES = ("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472")
@@ -59,6 +63,7 @@ class Plot:
     draw: Callable[[Axes], None]
     wide: bool = False
     height: float = 3.1
+    of_one: bool = False  # of several runs
 
     def svg(self) -> str:
         """Return an <svg> element."""
@@ -67,10 +72,10 @@ class Plot:
         return text[text.index("<svg"):]
 
     def png(self) -> bytes:
-        """Return a PNG image with a title, on white."""
-        return self._render("png", self.title, dpi=150, facecolor="white")
+        """Return a PNG image with title and note, on white."""
+        return self._render("png", self.title, self.note, dpi=150, facecolor="white")
 
-    def _render(self, kind: str, title: str = "", **options: Any) -> bytes:
+    def _render(self, kind: str, title: str = "", note: str = "", **options: Any) -> bytes:
         # The salt keeps the ids of the plots of a page apart.
         width, size = (11.4, 9) if self.wide else (5.2, 11)
         with mpl.rc_context({**STYLE, "svg.hashsalt": self.name, "font.size": size}):
@@ -78,6 +83,8 @@ class Plot:
             axes = figure.add_subplot()
             self.draw(axes)
             axes.set_title(title, loc="left", fontsize=11)
+            figure.supxlabel(textwrap.fill(note, 150 if self.wide else 70), fontsize=8, x=0.01,
+                             ha="left", color=INK)
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, **options)
         return buffer.getvalue()
@@ -88,8 +95,9 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
     trained, timed = any(run.steps for run in runs), any(run.timing for run in runs)
     suffixes = [f" of {run.name}" * (len(runs) > 1) for run in runs]
     if trained:
-        note = "Line: training; dots: validation; dotted: a restart."
-        yield Plot("loss", "Loss", note, partial(_curves, runs, "loss", "loss"))
+        note = _curve_note(runs, " dots: validation, not averaged;")
+        yield Plot("loss", "Loss", note + " Label smoothing, dropout and augmentation are in the "
+                   "loss of training only.", partial(_curves, runs, "loss", "loss"))
         if (metric := _primary_metric(runs)) is not None:
             name = metric.replace("_", " ")
             yield Plot("metric", name.capitalize(), note, partial(_curves, runs, metric, name))
@@ -102,10 +110,15 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
         if run.attempt_times:
             yield Plot(f"timeline{number or ''}", f"Time line{suffix}",
                        "One bar for each rank and attempt.", partial(_timeline, run), wide=True,
-                       height=1.5 + 0.3 * len(_first_ranks(run)))
+                       height=1.5 + 0.3 * len(_first_ranks(run)), of_one=len(runs) > 1)
+        if (line := last_table(run)) is not None and is_matrix(line["val_table"]):
+            yield Plot(f"confusion{number or ''}", f"Confusion{suffix}",
+                       f"Samples of the validation at step {line['step']:,}; shade: share of the "
+                       "true class.", partial(_confusion, run, line["val_table"]),
+                       height=4.4, of_one=len(runs) > 1)
     if trained:
         yield Plot("gradients", "Gradient norm before clipping",
-                   "Dashed: the clipping threshold.", partial(_norms, runs))
+                   f"{_curve_note(runs)} Dashed: the clipping threshold.", partial(_norms, runs))
     if timed:
         yield Plot("step-time", "Time of a step",
                    "Mean over the ranks; communication is the part that isn't hidden.",
@@ -116,30 +129,63 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
         if any(map(_has_ranks, run.timing)):
             yield Plot(f"ranks{number or ''}", f"Ranks{suffix}",
                        "Time of a step on each rank, without waiting for the other ranks.",
-                       partial(_ranks, run))
+                       partial(_ranks, run), of_one=len(runs) > 1)
     if timed:
         yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
                    partial(_timing_curves, runs, peak_memory_mb, "MB"))
 
 
 def _primary_metric(runs: Sequence[History]) -> str | None:
-    """Choose the metric to plot next to the loss: accuracy, or the first one in the records."""
+    """The metric to plot next to the loss."""
     names = [name for run in runs for line in run.steps[-1:] for name, value in line.items()
-             if name not in RESERVED and isinstance(value, int | float)]
+             if isinstance(value, int | float)]
     names += [name.removeprefix("val_") for run in runs for line in run.validations[-1:]
-              for name in line if name.startswith("val_")
-              and name not in ("val_loss", "val_samples", "val_table")]
-    return "accuracy" if "accuracy" in names else next(iter(names), None)
+              for name in line if name.startswith("val_") and name != "val_table"]
+    return primary_metric(names)
+
+
+def _curve_note(runs: Sequence[History], dots: str = "") -> str:
+    averaged = max(len(run.steps) for run in runs) > MOST_PLAIN
+    line = "Line: training" + ", averaged over about 2 % of the run (pale: each step)" * averaged
+    return f"{line};{dots} dotted: a restart."
+
+
+def last_table(run: History) -> Mapping[str, Any] | None:
+    """The last validation that has a table."""
+    return next((line for line in reversed(run.validations) if line.get("val_table")), None)
+
+
+def _confusion(run: History, table: Sequence[Sequence[float]], axes: Axes) -> None:
+    counts = np.asarray(table, dtype=float)
+    names = class_names(run, len(counts))
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.4)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(counts) > FEW:
+        return
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(names)), names)
+    for row, column in zip(*counts.nonzero(), strict=True):
+        axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=8)
+
+
+def class_names(run: History, number: int) -> list[str]:
+    names = run.environment.get("class_names") or []
+    return [str(name) for name in (names if len(names) == number else range(number))]
 
 
 def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
     several = len(runs) > 1
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         x, y = _downsample([(s["step"], s[key]) for s in run.steps if s.get(key) is not None])
-        if key != "lr" and len(y) > 60:
+        averaged = key != "lr" and len(y) > MOST_PLAIN
+        if averaged:
             axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
             y = smooth(y, decay=1 - 50 / len(y))
-        axes.plot(x, y, color=color, linewidth=1.5, label=run.name if several else "training")
+        axes.plot(x, y, color=color, linewidth=1.5,
+                  label=run.name if several else "training" + ", averaged" * averaged)
         validated = [(v["step"], v[f"val_{key}"]) for v in run.validations
                      if v.get(f"val_{key}") is not None]
         if validated:
@@ -203,6 +249,9 @@ def _timeline(run: History, axes: Axes) -> None:
         if found:
             rows, starts, widths = zip(*found, strict=True)
             axes.barh(rows, widths, left=starts, height=0.55, label=label, color=COLORS[part])
+    for number, times in enumerate(run.deaths):
+        axes.axvline(at(times.over), color=ALARM, linewidth=2.5,
+                     label="death of all processes" if number == 0 else None)
     for label, (names, marker, color) in MARKERS.items():
         points = [(at(e["time"]), affected_rank(e)) for e in run.events if not e.get("echo")
                   and e["event"] in names.split() and affected_rank(e) in ranks]
@@ -241,7 +290,7 @@ def _step_time(runs: Sequence[History], axes: Axes) -> None:
     if len(runs) > 1:
         _timing_curves(runs, partial(_part_ms, part="step"), "ms a step", axes)
         return
-    lines = [line for line in runs[0].timing if line["steps"]]
+    lines = [line for line in runs[0].last_timing if line["steps"]]
     series = [_downsample([(line["step"], _part_ms(line, part)) for line in lines])
               for part in STEP_PARTS]
     axes.stackplot(series[0][0], *(y for _, y in series), labels=STEP_PARTS, colors=STEP_COLORS,
@@ -267,7 +316,7 @@ def _timing_curves(
 ) -> None:
     """A line for each run, of a value of each line of timing.jsonl that has it."""
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        found = ((line["step"], value(line)) for line in run.timing)
+        found = ((line["step"], value(line)) for line in run.last_timing)
         _line(axes, [(step, number) for step, number in found if number], color,
               run.name if len(runs) > 1 else None)
     axes.set_ylim(bottom=0)
@@ -280,7 +329,7 @@ def _has_ranks(line: Mapping[str, Any]) -> bool:
 
 
 def _ranks(run: History, axes: Axes) -> None:
-    lines = [line for line in run.timing if _has_ranks(line)]
+    lines = [line for line in run.last_timing if _has_ranks(line)]
     rows = [[1000 * own_s / line["steps"] for own_s in own_step_s(line)] for line in lines]
     size = max(map(len, rows))
     for rank, color in zip(range(size), itertools.cycle(SERIES), strict=False):
@@ -301,8 +350,8 @@ def _finish(axes: Axes, unit: str) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_ylabel(unit)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    if labels := axes.get_legend_handles_labels()[1]:
+        axes.legend() if len(labels) <= 3 else _legend_above(axes, 3)
 
 
 def _finish_rows(axes: Axes) -> None:

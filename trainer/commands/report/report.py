@@ -9,22 +9,27 @@ import argparse
 import dataclasses
 import html
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.commands.inspect import checkpoints
+from trainer.commands.report.comparison import run_table, sort_runs, text_table
 from trainer.commands.report.figures import (
+    DEATH,
     affected_rank,
     format_duration,
     notable_events,
     summary,
 )
 from trainer.commands.report.history import History, flatten, read_history
-from trainer.commands.report.plots import Plot, plots
+from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
 from trainer.resilience.attempts import failure_sentence
 from trainer.run.saved_run import config_error_on_write
 from trainer.storage.files import replace_bytes
+from trainer.telemetry.classification import per_class
 
 PAGE, PLOTS = "report.html", "report"
 MOST = 100
@@ -36,7 +41,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --page: #14171d; --card: #1d222b; --soft: #9aa3b2; --mark: #4a3f14; --ink: #e4e8f0;
     --faint: #39404d; --alarm: #ff7a70 }
-  svg { filter: invert(.88) hue-rotate(180deg) } }
+  svg, .dot { filter: invert(.88) hue-rotate(180deg) } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--page); color: var(--ink); line-height: 1.45;
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif }
@@ -58,6 +63,8 @@ dt { flex: 0 0 40%; color: var(--soft) }
 dd { margin: 0 }
 svg { display: block; width: 100%; height: auto }
 .wide svg { min-width: 760px }
+.runs td, .runs th { white-space: nowrap }
+.dot { font-size: 1.2em; line-height: 1 }
 svg text { font-family: inherit !important }
 table { border-collapse: collapse; width: 100%; font-size: .9rem }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--faint);
@@ -74,15 +81,25 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="trainer report",
         description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
-        f"files in {PLOTS}/. Several runs are shown in the same plots.")
+        f"files in {PLOTS}/. Several runs are shown as a sorted table and in the same plots.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
+    parser.add_argument("--sort", metavar="NAME[:min|max]", help="figure or setting by which runs "
+                        "are sorted, such as val_accuracy or optim.lr; default: the metric that "
+                        "selects the best weights")
+    parser.add_argument("--text", action="store_true",
+                        help="print the figures, or the table of runs, and write no files")
     options = parser.parse_args(argv)
     stories = [read_history(path) for path in options.runs]
     if len({story.name for story in stories}) < len(stories):
         stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
-    drawn = list(plots(stories))
-    text = _page(stories, [checkpoints(path) for path in options.runs], drawn)
+    stories = sort_runs(stories, options.sort)
+    if options.text:
+        rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
+        print(text_table([list(row) for row in rows]))
+        return 0
+    drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
+    text = _page(stories, drawn, options.sort)
     out = options.out or options.runs[0]
     with config_error_on_write(f"--out {out}", "choose a folder that can be written"):
         (out / PLOTS).mkdir(parents=True, exist_ok=True)
@@ -94,14 +111,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _page(
-    runs: Sequence[History], checkpoints: Sequence[Sequence[Mapping[str, Any]]],
-    plots: Iterable[Plot],
-) -> str:
-    title = _text(" · ".join(run.name for run in runs))
-    suffixes = [f" of {run.name}" * (len(runs) > 1) for run in runs]
+def _page(runs: Sequence[History], plots: Sequence[Plot], sort: str | None) -> str:
+    several = len(runs) > 1
+    title = _text(f"{len(runs)} runs" if several else runs[0].name)
+    suffixes = [f" of {run.name}" * several for run in runs]
     cards = [
-        _summary(runs), *map(_plot, plots), *map(_checkpoints, checkpoints, suffixes),
+        _ranking(runs, sort) if several else _summary(runs),
+        *(_plot(plot) for plot in plots if not plot.of_one), _summary(runs) * several,
+        *(_plot(plot) for plot in plots if plot.of_one), *map(_classes, runs, suffixes),
+        *(_checkpoints(checkpoints(run.path), suffix)
+          for run, suffix in zip(runs, suffixes, strict=True)),
         *map(_attempts, runs, suffixes), *map(_happenings, runs, suffixes),
         _settings("Environment", [flatten(run.environment) for run in runs], runs),
         _settings("Configuration", [run.config for run in runs], runs)]
@@ -112,6 +131,31 @@ def _page(
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{title}</h1>\n<p class=soft>Made {made}</p>\n<div class=cards>\n" + "\n".join(cards)
         + "\n</div>\n</main>\n</body>\n</html>\n")
+
+
+def _ranking(runs: Sequence[History], sort: str | None) -> str:
+    """The table of runs, each with the colour of its curves."""
+    head, *rows = run_table(runs, sort)
+    body = _row(head, tag="th")
+    for number, cells in enumerate(rows):
+        dot = f'<span class=dot style="color:{SERIES[number % len(SERIES)]}">●</span> '
+        body += _row(cells).replace("<td>", f"<td>{dot}", 1)
+    return _card("Runs", f"<table class=runs>{body}</table>")
+
+
+def _classes(run: History, suffix: str) -> str:
+    """Precision, recall, F1 and IoU of each class, from the last validation with a table."""
+    if (line := last_table(run)) is None:
+        return ""
+    table = torch.tensor(line["val_table"])
+    if table.shape[1:] not in ((len(table),), (2, 2)):
+        return ""
+    samples = table.sum(1) if table.dim() == 2 else table[:, 1].sum(1)
+    found = per_class(table)
+    rows = [_row([name, f"{samples[c]:,.0f}", *(f"{values[c]:.4f}" for values in found.values())])
+            for c, name in enumerate(class_names(run, len(table)))]
+    return _table(f"Classes{suffix}, validation at step {line['step']:,}",
+                  ("class", "samples", *found), rows)
 
 
 def _summary(runs: Sequence[History]) -> str:
@@ -142,7 +186,8 @@ def _attempts(run: History, suffix: str) -> str:
         rows.append(_row([
             a.number, a.world_size, f"{a.start_step:,} – {a.end_step:,}",
             format_duration(times.over - times.begun),
-            a.end if a.cause is None else f"{a.end}: {failure_sentence(a.cause)}"]))
+            DEATH if times in run.deaths else a.end if a.cause is None
+            else f"{a.end}: {failure_sentence(a.cause)}"], "bad" if times in run.deaths else ""))
     return _table(f"Attempts{suffix}", ("attempt", "ranks", "steps", "took", "ended"), rows)
 
 
