@@ -39,6 +39,8 @@ MAX_LEAVES = 76
 """Flags of the configuration, the task's apart: what one reader of --help can take in. A new one
 has to be worth it, or to take the place of another."""
 ASSIGNED = {
+    "trainer/checkpoint/buffers.py": ["buffer.data"],  # torch's own way to another shape
+    "trainer/run/model_modes.py": ["module.training"],  # torch's own way, without an override
     "trainer/distributed/sync_batchnorm.py": ["ctx.count", "ctx.module"],  # torch's own way
     "trainer/rng.py": ["bits.state"],  # numpy's way
 }

@@ -26,6 +26,7 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
@@ -106,7 +107,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     model, choice = make_model(task, config, world.device)
     if chooses_threads and _is_small(model, config.batch.micro_size):
         world.use_threads(1, "a small model")
-    synced = 0
+    evaluating, synced = in_evaluation(model), 0
     if canonical:
         sync_batchnorm.refuse(model)
     else:
@@ -137,6 +138,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
+        "in_evaluation": evaluating,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
         "workers": workers,
@@ -172,7 +174,7 @@ def make_model(
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
     check_state_dict(model)
-    model.train()
+    set_training(model)
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
