@@ -93,15 +93,6 @@ class SaveFailed(TrainerError):
     """A checkpoint could not be written and --checkpoint.on-error is stop."""
 
 
-EMPTY_BATCH_NOTE = (
-    "this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
-    "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
-    "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
-    "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)"
-)
-"""Note that is added to an exception in the loss of an empty micro-batch."""
-
-
 def listed(names: Iterable[object]) -> str:
     """The first five names, for a message; an ellipsis stands for the others."""
     first = [str(name) for name in names]

@@ -20,6 +20,7 @@ from trainer.config.schema import BadStepConfig, Clip
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
+from trainer.distributed import stand_in
 from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
@@ -113,6 +114,7 @@ class ForwardBackward:
         self._scaler = state.scaler
         self._generators = rng.find_generators(*self.model.modules(), objective.loss)
         self._on_device = self.parameters[0].device.type != "cpu"
+        self._leaves = [p for p in objective.parameters() if p is not objective.stats_carrier]
         self._trained = [n for n, p in wrapped.named_parameters() if p.requires_grad]
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         self._waiting = waiting_for(WaitsFor.PEERS)
@@ -131,8 +133,10 @@ class ForwardBackward:
         rng.seed_all(spec.step, spec.number, state=self._key, devices=self._on_device)
         if self._generators:
             rng.key(self._generators, self._seed, rng.MICRO, spec.step, spec.number)
+        counts = micro.samples > 0
         # DDP's no_sync must enclose forward *and* backward of all micro-batches but the last.
-        with NOTHING if spec.last or self._no_sync is None else self._no_sync():
+        with (NOTHING if spec.last or self._no_sync is None else self._no_sync(),
+              NOTHING if counts else stand_in.forward_and_backward(self.model)):
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
                                     requests() if spec.last else None, len(micro.replaced))
@@ -140,7 +144,8 @@ class ForwardBackward:
             reduced = spec.last and self.num_ranks > 1
             if reduced:
                 self.communication.time_backward(loss)
-            with self._waiting if reduced else NOTHING:
+            with (self._waiting if reduced else NOTHING,
+                  NOTHING if counts else stand_in.zero_gradients(self._leaves)):
                 self._scaler.scale(loss).backward(self.objective.gradients.get(loss.dtype))
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)
@@ -205,7 +210,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self.reduction(micro_batches):
             epoch = micro.spec.epoch
-            with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):
+            detector = self.nan_detector if micro.samples else None
+            with NOTHING if detector is None else detector(micro.spec):
                 self.forward_backward(micro, requests=requests)
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
@@ -256,7 +262,7 @@ class Step:
 
     def _broadcast_buffers(self) -> None:
         """Collective. Make buffers equal on all ranks that the forward changes on each rank. The
-        last rank is the source: it has an empty micro-batch only at the end of a stream's epoch. No
+        last rank is the source: it has a stand-in only at the end of a stream's epoch. No
         collective follows in the step, so a rank that loses a peer has applied either the whole
         update or nothing of it."""
         if self.facts.local_buffers:

@@ -21,18 +21,16 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
-from trainer.distributed import torch_private
 from trainer.distributed.ddp import Objective
-from trainer.distributed.sync_batchnorm import guard_plain
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
+from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
+from trainer.run.prepare import content
 from trainer.run.proof import (
     FOREIGN,
     SUMS,
     check_state_dict,
     differing,
     foreign_leaves,
-    same,
     unequal_sums,
     values,
 )
@@ -62,25 +60,22 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
                     yield ('dataset("train") has no samples: it must have some; only "validation" '
                            'and "test" may be None.')
                 continue
-            first = read_items(task, dataset, 0, batch_size)
-            later = read_items(task, dataset, 0, batch_size, epoch=1)  # another epoch, as in a run
-            second = read_items(task, dataset, 0, batch_size)
-            fresh = [read_items(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
+            first, later, second = (  # another epoch in between, as in a run
+                content(read_items(task, dataset, 0, batch_size, epoch=e)) for e in (0, 1, 0))
+            fresh = [content(read_items(task, again, 0, batch_size, epoch=e)) for e in (1, 0)]
         except Exception as error:
             yield raised(f'reading dataset("{split}")', error)
             continue
-        if not any(True for _ in batches.tensors(first)):
-            yield f'dataset("{split}") returns batches without tensors.'
-        elif not same(first, second) and isinstance(dataset, IterableDataset):
+        if first != second and isinstance(dataset, IterableDataset):
             yield (f'the stream dataset("{split}") returns different samples in a second '
                    "iteration: start each iter() from the beginning, keep the position in the "
                    "iterator (which may have a state_dict) and not in the data set, and draw from "
                    "random, numpy.random, torch or a generator that is an attribute of it.")
-        elif not same(first, second):
+        elif first != second:
             yield (f'samples of dataset("{split}") differ when they are read again under the same '
                    "key: draw from random, numpy.random, torch, a generator that is an attribute "
                    "of the data set, or `indices.keys`; and don't count reads.")
-        elif not same([later, first], fresh):
+        elif [later, first] != fresh:
             yield (f'samples of dataset("{split}") differ between two data sets created one after '
                    "the other and read in different order: a restarted run would train on other "
                    "data.")
@@ -118,7 +113,6 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
     - samples are reproducible under the same key;
     - the loss is finite, has a graph, and is a sum, as metrics are;
     - gradients reach every trainable parameter;
-    - an empty micro-batch works and changes nothing;
     - a training step works with the task's parameter groups;
     - the model and the task have no state that a checkpoint doesn't contain.
 
@@ -153,9 +147,7 @@ class _Case:
     def model(self, task: Any = None) -> nn.Module:
         """A new model in training mode, with the same weights in each call."""
         rng.seed_all(SEED, rng.MODEL)
-        model = (task or self.task).model()
-        guard_plain(model.train())
-        return model
+        return (task or self.task).model().train()
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
         loss = (task or self.task).loss
@@ -176,8 +168,7 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
                             else raised("reading the first samples", error)]
-    for check in (_check_model, _check_loss, _check_gradients, _check_empty, _check_sums,
-                  _check_step):
+    for check in (_check_model, _check_loss, _check_gradients, _check_sums, _check_step):
         if irreproducible and check is _check_sums:
             continue  # its batches may have different samples
         before = len(problems)
@@ -250,36 +241,6 @@ def _check_gradients(case: _Case) -> Iterator[str]:
         yield f"the gradient of {listed(broken)} is not finite."
 
 
-def _check_empty(case: _Case) -> Iterator[str]:
-    model = case.model()
-    before = _copies(dict(model.named_buffers()))
-    try:
-        outcome = case.outcome(model, batches.empty(case.whole))
-        total, metrics = check_outcome(outcome)
-        if total.requires_grad:
-            total.backward()
-    except Exception as error:
-        yield f"{raised('loss of a micro-batch of 0 samples', error)}; {EMPTY_BATCH_NOTE}."
-        return
-    if not total.requires_grad:
-        yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."
-    sums = {"Outcome.total": total, "Outcome.count": outcome.count,
-            **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
-    if off := [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]:
-        yield (f"for 0 samples, {' and '.join(off)}, but an empty sum is 0: return sums, not "
-               "means, and add no constant per micro-batch.")
-    if moved := [n for n, b in model.named_buffers()
-                 if not same(before.get(n), b) and not _moves_by_itself(model, n)]:
-        yield (f"a micro-batch of 0 samples changes the buffer {listed(moved)}: don't change it "
-               "in a forward pass without samples.")
-
-
-def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
-    """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
-    owner, _, name = buffer.rpartition(".")
-    return torch_private.is_of_spectral_norm(model.get_submodule(owner), name)
-
-
 def _check_sums(case: _Case) -> Iterator[str]:
     """Compare sums in eval mode: with dropout or batch statistics they may depend on the split."""
     if case.halves is None:
@@ -292,7 +253,7 @@ def _check_sums(case: _Case) -> Iterator[str]:
 
 
 def _check_step(case: _Case) -> Iterator[str]:
-    """Run one training step with a full micro-batch and an empty one."""
+    """Run one training step with a micro-batch and a stand-in."""
     model = case.model()
     optimizer = optimizers.make_optimizer(Optim(), model,
                                           getattr(case.task, "parameter_groups", None))
@@ -307,8 +268,7 @@ def _check_step(case: _Case) -> Iterator[str]:
         best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
     step = Step.plain(state, objective, objective)
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
-    empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
-    result = step([full, empty])
+    result = step([full, MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), case.whole)])
     assert result is not None, "the step had samples"
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     if result.skipped or broken:

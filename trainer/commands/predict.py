@@ -83,12 +83,11 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
     predict = getattr(reader.task, "predict", None)
     rows = []
     for micro in evaluator.every_batch():
-        if micro.samples:
-            batch = to_device(micro.batch, reader.world.device)
-            with reader.evaluating(micro.spec.number):
-                output = predict(reader.model, batch) if predict else record_first_call(
-                    reader.model, reader.task.loss, batch).output
-            rows.append(_named(output, micro.samples))
+        batch = to_device(micro.batch, reader.world.device)
+        with reader.evaluating(micro.spec.number):
+            output = predict(reader.model, batch) if predict else record_first_call(
+                reader.model, reader.task.loss, batch).output
+        rows.append(_named(output, micro.samples))
     if not rows:
         raise ConfigError(f"--split {name}: the stream has no samples.")
     return name, rows

@@ -1,4 +1,8 @@
-"""Operations on nested batches: tuples, dicts, named tuples and dataclasses of tensors."""
+"""Operations on nested batches: tuples, dicts, named tuples and dataclasses of tensors.
+
+Other objects are leaves. One with a method `to` or `pin_memory` moves or pins itself, as with
+torch's DataLoader.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from trainer.distributed import torch_private
+
+_TRANSPARENT = (Tensor, str, bytes, int, float, complex, np.generic, type(None))
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply `function` to each tensor of a nested batch; other leaves are unchanged."""
@@ -19,28 +27,40 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def copy_of(batch: Any) -> Any:
-    """A copy of the batch with copied tensors and arrays."""
+    """A copy of the batch that shares no memory with it, except for tensors with a graph."""
     return _map(_copied, batch)
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if not isinstance(leaf, Tensor) or leaf.requires_grad:  # its copy would belong to its graph
-        return leaf
-    return leaf.clone()
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    return leaf if leaf.requires_grad else leaf.clone()  # a copy would belong to the graph
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in a batch."""
-    found: list[Tensor] = []
+    """Iterate over the tensors in a batch; those inside other objects can't be seen."""
+    return (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
 
-    map_tensors(note, batch)
-    yield from found
+def versions(batch: Any) -> dict[Tensor, int]:
+    """A value that differs after a tensor was changed, added, removed or replaced."""
+    return {tensor: torch_private.version(tensor) for tensor in tensors(batch)}
+
+
+def has_objects(batch: Any) -> bool:
+    """Whether the batch holds objects in which there may be further tensors or other memory."""
+    return not all(isinstance(leaf, _TRANSPARENT) or _is_strings(leaf) for leaf in _leaves(batch))
+
+
+def _leaves(batch: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _map(note, batch)
+    return found
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -79,41 +99,40 @@ def collated(function: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     return batch if function is collate else copy_of(batch)
 
 
-def empty(batch: Any) -> Any:
-    """A batch of the same structure with 0 samples: the first dimension of each tensor is 0."""
-    return _map(_without_samples, batch)
-
-
-def size(batch: Any) -> int:
-    """Number of samples: the first dimension of the first tensor that is not a scalar."""
-    return next((len(t) for t in tensors(batch) if t.dim()), 0)
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy the batch to a device; asynchronous for pinned tensors."""
-    return map_tensors(lambda t: t.to(device, non_blocking=True), batch)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(type(leaf), "to") else leaf
+
+    return _map(moved, batch, method="to")
 
 
-def _map(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply `function` to each leaf of a nested batch.
+def pin_memory(batch: Any) -> Any:
+    """Copy the batch to page-locked memory."""
+    return _map(lambda leaf: leaf.pin_memory() if hasattr(type(leaf), "pin_memory") else leaf,
+                batch, method="pin_memory")
+
+
+def _map(function: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
+    """Apply `function` to each leaf of a nested batch: what is no container, or has the `method`.
 
     A list of strings is a leaf: `default_collate` returns one string per sample.
     """
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) or (method and hasattr(type(batch), method)):
         return function(batch)
     if isinstance(batch, Mapping):
-        return _like(batch, {k: _map(function, v) for k, v in batch.items()})
+        return _like(batch, {k: _map(function, v, method) for k, v in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [f.name for f in dataclasses.fields(batch) if f.init]
-        return dataclasses.replace(batch, **{n: _map(function, getattr(batch, n)) for n in names})
+        return dataclasses.replace(
+            batch, **{n: _map(function, getattr(batch, n), method) for n in names})
     if isinstance(batch, tuple | list) and not _is_strings(batch):
-        parts = [_map(function, v) for v in batch]
+        parts = [_map(function, v, method) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return function(batch)
-
-
-def _without_samples(leaf: Any) -> Any:
-    return leaf[:0] if _is_strings(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
 
 
 def _is_strings(value: Any) -> bool:

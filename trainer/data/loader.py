@@ -105,7 +105,9 @@ class Loader:
         self.read.append(micro)
         if self._device.type == "cpu":
             return micro
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        # `peek` can't reserve the tensors inside objects for the stream on which they are used.
+        ahead = self._stream is not None and not batches.has_objects(micro.batch)
+        with torch.cuda.stream(self._stream) if ahead else contextlib.nullcontext():
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
 
     def _report_replaced(self, micro: MicroBatch) -> None:

@@ -39,7 +39,8 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its specification, the collated batch, and the bad samples replaced in it."""
+    """A micro-batch: its specification, the collated batch, and the bad samples replaced in it. The
+    batch of one without samples is a stand-in, which has no effect (distributed/stand_in.py)."""
 
     spec: MicroBatchSpec
     batch: Any
@@ -47,13 +48,12 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """Number of samples; 0 for an empty micro-batch."""
+        """Number of samples that count; 0 for a stand-in."""
         return len(self.spec.indices)
 
     def pin_memory(self) -> MicroBatch:
         """Called by the DataLoader."""
-        pinned = batches.map_tensors(lambda t: t.pin_memory(), self.batch)
-        return dataclasses.replace(self, batch=pinned)
+        return dataclasses.replace(self, batch=batches.pin_memory(self.batch))
 
 
 class SampleIndices(list[int]):
@@ -105,12 +105,12 @@ class KeyedSamples(Dataset[MicroBatch]):
         why: dict[int, str] = {}
         worker = this_worker()
         try:
-            batch, chosen = self._read(spec.indices or (0,), spec.epoch, why)
+            batch, chosen = self._read(spec.indices or spec.stand_in, spec.epoch, why)
         except SampleError as error:
             return raise_or_return(  # type: ignore[return-value]
                 error, rank=self._rank, worker=worker, advice=self._advice)
         if not spec.indices:
-            return MicroBatch(spec, batches.empty(batch))
+            return MicroBatch(spec, batch)
         return MicroBatch(spec, batch, tuple(
             ReplacedSample(index=self._place(index), by=self._place(by), epoch=spec.epoch,
                            why=why[index], worker=worker)

@@ -57,10 +57,13 @@ class MicroBatchSpec:
     step: int
     epoch: int
     number: int
-    """Number of the micro-batch in its global batch; -1 for an empty one."""
+    """Number of the micro-batch in its global batch; -1 for a stand-in."""
     last: bool
     """Whether it is the rank's last one of the step, whose backward synchronises gradients."""
     indices: tuple[int, ...]
+    stand_in: tuple[int, ...] = ()
+    """Samples to compute without any effect where there are no `indices`, since other ranks may
+    wait for this one in a collective of the forward or backward."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class MicroBatchSampler:
         numbers = list(block(micro_batches, self.rank, self.num_ranks))
         numbers += [-1] * (micro_batches_per_rank(micro_batches, self.num_ranks) - len(numbers))
         for place, number in enumerate(numbers, start=1):
-            start = first + number * self.plan.micro_size
-            stop = min(start + self.plan.micro_size, end)
-            indices = () if number < 0 else tuple(order[start:stop].tolist())
-            yield MicroBatchSpec(step, epoch, number, place == len(numbers), indices)
+            start = first + max(number, 0) * self.plan.micro_size
+            indices = tuple(order[start : min(start + self.plan.micro_size, end)].tolist())
+            used, stand_in = (indices, ()) if number >= 0 else ((), indices)
+            yield MicroBatchSpec(step, epoch, number, place == len(numbers), used, stand_in)

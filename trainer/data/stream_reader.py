@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -82,8 +81,6 @@ class LaneIterator:
     def __init__(self, spec: StreamSpec, *, number: int, epoch: int,
                  mark: LanePosition = LanePosition(), windows: int = 0) -> None:
         self.number = number
-        self.first: Any = None
-        """The first sample read; None before that."""
         self._spec, self._epoch = spec, epoch
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place, self._ended = 0, mark.ended
@@ -123,8 +120,6 @@ class LaneIterator:
                     self._ended = True
                     break
             self._place += 1
-        if taken and self.first is None:
-            self.first = taken[0][1]
         return taken
 
     def mark(self, windows: int) -> LanePosition:
@@ -196,10 +191,10 @@ class LaneReader(IterableDataset[WindowPart]):
     """Yields the micro-batches of some lanes, one `WindowPart` per window.
 
     Each iteration is the next epoch and never ends: only the ranks together know whether an epoch
-    is over, so a lane that has ended yields empty micro-batches.
+    is over, so a lane that has ended yields stand-ins.
 
     Args:
-        empty_slots: empty micro-batches to append to each window.
+        empty_slots: stand-ins to append to each window.
         epoch, windows, marks: the position where the first iteration begins.
     """
 
@@ -210,7 +205,8 @@ class LaneReader(IterableDataset[WindowPart]):
         self._spec, self._lanes, self._empty_slots = spec, lanes, empty_slots
         self._position = (epoch, windows, dict(marks))
         self._rank, self._worker = rank, worker
-        self._example: Any = None
+        self._stand_in: list[tuple[int, Any]] = []
+        """Samples of the last micro-batch of full size, or of the largest one so far."""
 
     def __iter__(self) -> Iterator[WindowPart]:
         parts = self._parts(*self._position)
@@ -229,11 +225,9 @@ class LaneReader(IterableDataset[WindowPart]):
             for iterator in iterators:
                 for place, sample in iterator.take():
                     lane = self._spec.lane_of(iterator.number, place)
-                    if lane in taken:
-                        taken[lane].append((place, sample))
-                if self._example is None:
-                    self._example = iterator.first
-            micro_batches = [self._micro(epoch, lane, samples) for lane, samples in taken.items()]
+                    taken.setdefault(lane, []).append((place, sample))
+            self._stand_in = max([*reversed(taken.values()), self._stand_in], key=len)
+            micro_batches = [self._micro(epoch, lane, taken[lane]) for lane in self._lanes]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
             yield WindowPart(micro_batches,
                              {iterator.number: iterator.mark(windows) for iterator in iterators})
@@ -241,32 +235,27 @@ class LaneReader(IterableDataset[WindowPart]):
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""
         spec = MicroBatchSpec(0, epoch, lane, False, tuple(place for place, _ in taken))
-        if not taken:
-            return MicroBatch(spec, batches.empty(self._spec.collate([self._some_sample(epoch)])))
-        rng.seed_all(self._spec.seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE,
-                     devices=False)
-        with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch "
-                             f"{epoch}"):
-            return MicroBatch(spec, batches.collated(self._spec.collate, [one for _, one in taken]))
+        places, samples = zip(*(taken or self._samples_of_stand_in(epoch)), strict=True)
+        rng.seed_all(self._spec.seed, rng.SAMPLE, epoch, lane, places[0], _COLLATE, devices=False)
+        with as_sample_error(f"collating samples {list(places)} of lane {lane} of epoch {epoch}"):
+            return MicroBatch(spec, batches.collated(self._spec.collate, list(samples)))
 
-    def _some_sample(self, epoch: int) -> Any:
-        """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
-        single = dataclasses.replace(self._spec, micro_size=1)
-        for number in range(single.iterators):
-            if self._example is not None:
-                break
-            iterator = LaneIterator(single, number=number, epoch=epoch)
-            iterator.take()
-            self._example = iterator.first
-        if self._example is None:
+    def _samples_of_stand_in(self, epoch: int) -> list[tuple[int, Any]]:
+        """The samples of a real micro-batch; read from the start of the epoch, if this process has
+        read none yet."""
+        for number in range(self._spec.iterators):
+            if not self._stand_in:
+                taken = LaneIterator(self._spec, number=number, epoch=epoch).take()
+                self._stand_in = taken[: self._spec.micro_size]
+        if not self._stand_in:
             raise ConfigError(f'--task: dataset("train") has no sample in epoch {epoch}.')
-        return self._example
+        return self._stand_in
 
 
 class StreamBatches(IterableDataset[MicroBatch]):
     """Yields one rank's share of a stream's batches: batch n belongs to rank n mod W.
 
-    Each rank reads the whole stream. A last, empty batch has the number of batches as its number.
+    Each rank reads the whole stream. All yield as many batches, some of them a stand-in at the end.
     """
 
     def __init__(
@@ -283,14 +272,17 @@ class StreamBatches(IterableDataset[MicroBatch]):
     def _share(self) -> Iterator[MicroBatch]:
         begin_epoch(self._spec.dataset, 0, seed=self._spec.seed)
         iterator = LaneIterator(self._spec, number=0, epoch=0)
-        number = 0
+        number, first = 0, list[tuple[int, Any]]()
         while taken := iterator.take():
+            first = first or taken
             if number % self._num_ranks == self._rank:
-                spec = MicroBatchSpec(0, 0, number, True, tuple(place for place, _ in taken))
-                with as_sample_error(f"collating batch {number} of the stream"):
-                    batch = batches.collated(self._spec.collate, [sample for _, sample in taken])
-                yield MicroBatch(spec, batch)
+                yield self._batch(number, taken, counts=True)
             number += 1
-        if number:
-            spec = MicroBatchSpec(0, 0, number, True, ())
-            yield MicroBatch(spec, batches.empty(self._spec.collate([iterator.first])))
+        if 0 < number % self._num_ranks <= self._rank:
+            yield self._batch(-1, first, counts=False)
+
+    def _batch(self, number: int, taken: list[tuple[int, Any]], *, counts: bool) -> MicroBatch:
+        places, samples = zip(*taken, strict=True)
+        with as_sample_error(f"collating batch {number} of the stream"):
+            batch = batches.collated(self._spec.collate, list(samples))
+        return MicroBatch(MicroBatchSpec(0, 0, number, True, places if counts else ()), batch)

@@ -20,9 +20,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import torch_private
-from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
+from trainer.errors import ConfigError, listed
 from trainer.task import Outcome, check_outcome
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class MetricAccumulator:
         self._requests: tuple[bool, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
-        """Add a micro-batch; return its loss, a scalar with a graph."""
+        """Add a micro-batch, a stand-in with zeros; return its loss, a scalar with a graph."""
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
@@ -108,6 +107,8 @@ class MetricAccumulator:
         row: list[Any] = [n.detach() if isinstance(n, Tensor) else float(n) for n in numbers]
         if self._on_host:
             row = list(map(float, row))
+        if not samples:
+            row, total = [0.0] * len(row), total * 0
         self._rows.append(row)
         self._totals.append(row[0])
         return total
@@ -177,17 +178,15 @@ class Objective(nn.Module):
 
     def forward(self, batch: Any, samples: int, requests_if_last: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
-        """Compute the scalar loss of a micro-batch. Only the last one of a step carries this rank's
-        requests: its backward reduces gradients and sums."""
-        try:
-            outcome = self.loss(self.model, batch)
-        except Exception as error:
-            if not samples and not lost_peer(error):
-                error.add_note(EMPTY_BATCH_NOTE)
-            raise
+        """Compute the scalar loss of a micro-batch; without `samples` it is a stand-in. Only the
+        last one of a step carries this rank's requests: its backward reduces gradients and sums."""
+        is_last = requests_if_last is not None
+        # The buffers of a stand-in are put back, so those before it are checked.
+        nonfinite = self._nonfinite() if is_last and not samples else None
+        outcome = self.loss(self.model, batch)
         if self._look is not None:
             self._look(outcome)
-        if self._next_is_nan:
+        if self._next_is_nan and samples:
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.accumulator.add(outcome, samples, replaced)
@@ -196,7 +195,8 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             loss = loss * self._factor
         if requests_if_last is not None:
-            self.accumulator.set_requests(requests_if_last, self._nonfinite())
+            nonfinite = self._nonfinite() if samples else nonfinite
+            self.accumulator.set_requests(requests_if_last, nonfinite)
             if self.stats_carrier is not None:
                 sums = _stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))

@@ -10,5 +10,5 @@ def block(micro_batches: int, rank: int, num_ranks: int) -> range:
 
 def micro_batches_per_rank(micro_batches: int, num_ranks: int) -> int:
     """Forward passes per rank and step: the size of the largest block. A rank with a smaller block
-    runs an empty micro-batch, so that all ranks call the same collectives in the forward."""
+    runs a stand-in, so that all ranks call the same collectives."""
     return -(-micro_batches // num_ranks)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks, on any device, for empty batches too.
+"""Batch normalisation over the samples of all ranks, on any device, for stand-ins too.
 
 `nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same with
 one all-gather each in the forward and backward, whose rows every rank combines in the same order:
@@ -7,7 +7,9 @@ statistics and buffers have the same bits on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -63,28 +65,41 @@ def refuse(model: nn.Module) -> None:
                 "--parallel.reduction ddp.")
 
 
-def guard_plain(model: nn.Module) -> None:
-    """Make plain batch norms ignore a batch of 0 samples: torch keeps the running statistics, but
-    counts the batch in `num_batches_tracked`. A second call changes nothing."""
-    for module in model.modules():
-        plain = isinstance(module, BatchNorm) and not isinstance(
-            module, SyncBatchNorm | nn.SyncBatchNorm)
-        if plain and not hasattr(module, "ignores_empty"):
-            module.ignores_empty = True  # type: ignore[assignment]
-            module.register_forward_hook(_uncount_empty)
+_has_samples = True  # False: a stand-in is computed
 
 
-def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    count = module.num_batches_tracked
-    if output.numel() == 0 and module.training and isinstance(count, Tensor):
-        count.sub_(1)
+@contextlib.contextmanager
+def without_samples() -> Iterator[None]:
+    """Context in which synchronised batch norms take part with 0 samples, whatever their input."""
+    global _has_samples
+    _has_samples = False
+    try:
+        yield
+    finally:
+        _has_samples = True
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether the next forward of a module computes the statistics of several ranks."""
+    return (isinstance(module, SyncBatchNorm | CudaSyncBatchNorm) and module.training
+            and dist.is_initialized() and dist.get_world_size(module.process_group) > 1)
+
+
+def _forward_alone(module: CudaSyncBatchNorm | SyncBatchNorm, input: Tensor) -> Tensor:
+    """Collective. Normalise by the input's own statistics, and take part with 0 samples."""
+    output = torch.batch_norm(input, module.weight, module.bias, None, None, True, 0.0, module.eps,
+                              torch.backends.cudnn.enabled)
+    return output + module(input[:0]).sum()
 
 
 class CudaSyncBatchNorm(nn.SyncBatchNorm):
-    """`nn.SyncBatchNorm` with a fix for empty batches in bf16 or fp16: torch 2.14 sends zeros in
-    the input's dtype while the peers send fp32, so the all-gather mixes sizes."""
+    """`nn.SyncBatchNorm` for stand-ins, and with a fix for empty batches in bf16 or fp16: torch
+    2.14 sends zeros in the input's dtype while the peers send fp32, so the all-gather mixes sizes.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not _has_samples and input.numel() and is_synchronised(self):
+            return _forward_alone(self, input)
         if self.training and input.numel() == 0 and input.dtype in (torch.bfloat16, torch.float16):
             return super().forward(input.float()).to(input.dtype)
         return super().forward(input)
@@ -109,12 +124,11 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Collective in training mode. Input (N, C, …); the output has its shape and type. One
         value per channel on all ranks together is a ValueError on all of them, as in torch."""
-        if not (self.training and dist.is_initialized()
-                and dist.get_world_size(self.process_group) > 1):
-            output = super().forward(input)
-            _uncount_empty(self, (input,), output)
-            return output
+        if not is_synchronised(self):
+            return super().forward(input)
         self._check_input_dim(input)
+        if not _has_samples and input.numel():
+            return _forward_alone(self, input)
         mean, variance, count = _global_statistics(input.detach(), self)
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when training, got input size "

@@ -14,8 +14,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -82,14 +80,6 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
         return module
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
     return inner
-
-
-def is_of_spectral_norm(module: nn.Module, buffer: str) -> bool:
-    """Whether a buffer belongs to one of torch's two spectral norms, whose classes are private."""
-    hooks = module._forward_pre_hooks.values()
-    return isinstance(module, _SpectralNorm) or any(
-        isinstance(hook, SpectralNorm) and buffer in (f"{hook.name}_u", f"{hook.name}_v")
-        for hook in hooks)
 
 
 def loader_fetch_file() -> str:

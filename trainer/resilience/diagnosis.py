@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.distributed.peer_errors import TRAINER_FOLDER, foreignness, lost_peer, text_of
-from trainer.errors import EMPTY_BATCH_NOTE, EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.resilience.attempts import failure_sentence
 from trainer.resilience.launcher_channel import record_failure, tell
 from trainer.storage.files import display_path
@@ -171,15 +171,13 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error at a system limit or by an empty micro-batch; "" if none is known."""
+    """Remedy for an error at a system limit; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
             for words, helps in _LIMITS:
                 if re.search(words, text_of(seen), re.IGNORECASE):
                     return helps
-        if EMPTY_BATCH_NOTE in getattr(seen, "__notes__", ()):
-            return EMPTY_BATCH_NOTE
         seen = seen.__cause__
     return ""
 

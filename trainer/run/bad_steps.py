@@ -63,7 +63,7 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
     bad: dict[int, list[str]] = {
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
     if not any(world.gather_json(bool(bad))):
-        bad = _recompute(step, window, keeps_buffers=world.rank == world.size - 1)
+        bad = _recompute(step, window)
     mine = [{"rank": world.rank, "micro_batch": window[i].spec.number,
              "samples": list(window[i].spec.indices), "loss": str(losses[i]),
              "input": _beyond(window[i], SQUARED if buffers else math.inf), "buffers": buffers}
@@ -73,12 +73,9 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
     return [cause for cause in causes if cause["input"]] or causes
 
 
-def _recompute(
-    step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
-) -> dict[int, list[str]]:
+def _recompute(step: Step, window: Sequence[MicroBatch]) -> dict[int, list[str]]:
     """Collective. Compute micro-batches again: index → non-finite buffers of each bad one, which
-    has such buffers or gradients. Buffers of an empty micro-batch count if the step takes its
-    buffers from this rank."""
+    has such buffers or gradients."""
     parameters, buffers, bad = step.parameters, step.boundary.buffers, {}
     buffers.keep()
     try:
@@ -87,8 +84,9 @@ def _recompute(
             batch = batches.to_device(micro.batch, parameters[0].device)
             spec = dataclasses.replace(micro.spec, last=False)
             step.forward_backward(MicroBatch(spec, batch), rehearsal=True)
-            names = buffers.nonfinite_names() if micro.samples or keeps_buffers else []
-            if names or not all(_is_finite(p.grad) for p in parameters if p.grad is not None):
+            names = buffers.nonfinite_names()
+            finite = all(_is_finite(p.grad) for p in parameters if p.grad is not None)
+            if micro.samples and (names or not finite):
                 bad[i] = names
             buffers.put_back()
     finally:  # if a peer dies in the meantime, this step boundary may be saved
@@ -141,8 +139,7 @@ def _describe(cause: dict[str, Any]) -> str:
     what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"])) else
             f"its forward makes {listed(buffers)} non-finite" if buffers else
             "the gradient is not finite")
-    place = (f"micro-batch {cause['micro_batch']} (samples {listed(samples)})" if samples else
-             "an empty micro-batch, which must change no buffer and have the loss 0")
+    place = f"micro-batch {cause['micro_batch']} (samples {listed(samples)})"
     known = "values without a finite square" if buffers else "the input was already non-finite"
     return (f"{what} on rank {cause['rank']}, {place}"
             + f"; {known}: samples {listed(bad_input)}" * bool(bad_input))

@@ -22,7 +22,7 @@ from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.data.workers import DataReader
-from trainer.distributed.partition import block
+from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
@@ -50,26 +50,30 @@ class Scores:
 class _Sums:
     """Sums over the batches of a rank."""
 
-    count: int
-    """Number of batches of all ranks."""
     names: list[list[str]] = field(default_factory=list)
     """Names of the metrics: one list, unless batches have different ones."""
     rows: dict[int, list[float]] = field(default_factory=dict)
     """Batch → sum and count of the loss and each metric, and the number of samples."""
     table: Tensor | None = None
 
-    def add(self, micro: MicroBatch, outcome: Outcome, *, counts: bool) -> None:
+    @property
+    def end(self) -> int:
+        """The number after that of the last batch."""
+        return max(self.rows, default=-1) + 1
+
+    def add(self, micro: MicroBatch, outcome: Outcome) -> None:
+        """Add a batch; a stand-in only gives names, and the shape of the table."""
         total, metrics = check_outcome(outcome)
         if [*metrics] not in self.names:
             self.names.append([*metrics])
         pairs = [(total, outcome.count), *metrics.values()]
         row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
-        if counts:
+        if micro.samples:
             self.rows[micro.spec.number] = [*row, float(micro.samples)]
         if outcome.table is not None:
             table = outcome.table.cpu().double()  # mps has no float64
             self.table = torch.zeros_like(table) if self.table is None else self.table
-            self.table += table * counts
+            self.table += table if micro.samples else 0
 
 
 @dataclass(kw_only=True)
@@ -106,17 +110,19 @@ class Evaluator:
         Returns None, on all ranks, if some rank was asked to stop."""
         with eval_mode(self.model), self.weights():
             sums = self._sums()
-        everywhere = self.world.gather_json(None if sums is None else sums.names)
+        everywhere = self.world.gather_json(None if sums is None else [sums.end, sums.names])
         if sums is None or None in everywhere:
             return None
-        names, *others = [n for found in everywhere for n in found]
+        if not (count := max(end for end, _ in everywhere)):
+            raise ValueError("the stream to evaluate is empty")
+        names, *others = [n for _, found in everywhere for n in found]
         if others := [other for other in others if other != names]:
             raise ConfigError(f"the task's loss returned the metrics {names} for a batch of the "
                               f"evaluation and {others[0]} for another; return the same for each "
                               "batch, (0, 0) for a batch with nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
         # table holds integers, whose sum is exact in any order.
-        rows = torch.zeros(sums.count, 2 * len(names) + 3, dtype=torch.float64)
+        rows = torch.zeros(count, 2 * len(names) + 3, dtype=torch.float64)
         for number, row in sums.rows.items():
             rows[number] = torch.tensor(row, dtype=torch.float64)
         self.world.all_sum(rows)
@@ -130,13 +136,14 @@ class Evaluator:
 
     def _sums(self) -> _Sums | None:
         """Evaluate this rank's batches; None if it was asked to stop."""
-        mine: Sequence[int] = block(self._count, self.world.rank, self.world.size)
-        sums = _Sums(count=self._count)
+        mine = list(block(self._count, self.world.rank, self.world.size))
+        # Each rank computes equally many, for collectives of the task: -1 is a stand-in.
+        mine += [-1] * (micro_batches_per_rank(self._count, self.world.size) - len(mine))
+        sums = _Sums()
         buffers, moved = Buffers(self.model), set[str]()
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
-        # A rank without a batch evaluates the first one, to know the shape of the table.
-        for micro in self.batches(mine or range(1)):
+        for micro in self.batches(mine):
             if self.stopped():
                 return None
             number = micro.spec.number
@@ -147,17 +154,12 @@ class Evaluator:
             # evaluates in another order.
             with buffers.preserved(moved), torch.no_grad(), self.autocast():
                 outcome = loss(self.model, to_device(micro.batch, self.world.device))
-            sums.add(micro, outcome, counts=self._is_stream or number in mine)
+            sums.add(micro, outcome)
         if moved and not self._has_warned:
             self._has_warned = True
             self.warn_once(f"the model's forward changes its buffers {listed(sorted(moved))} in "
                            "eval mode too; they are restored after each batch, since an evaluation "
                            "must not change the model: guard the change with `if self.training`")
-        if self._is_stream:  # each rank has read to the end, and has its empty last batch
-            if not sums.names:
-                raise ValueError("the stream to evaluate is empty")
-            sums.count = max(sums.rows)
-            del sums.rows[sums.count]
         return sums
 
     def every_batch(self) -> Iterator[MicroBatch]:
@@ -165,7 +167,8 @@ class Evaluator:
         return self.batches(range(self._count))
 
     def batches(self, numbers: Sequence[int]) -> Iterator[MicroBatch]:
-        """Yield the batches with these numbers; for a stream, this rank's share."""
+        """Yield the batches with these numbers (-1: a stand-in); for a stream, this rank's share.
+        """
         seed, rank, device = self.config.seed, self.world.rank, self.world.device
         if self._is_stream:
             share = StreamBatches(self.dataset, batch_size=self._batch_size, seed=seed,
@@ -175,6 +178,7 @@ class Evaluator:
             return
         indices, size = range(len(self.dataset)), self._batch_size
         specs = [MicroBatchSpec(0, 0, n, True, tuple(indices[n * size:(n + 1) * size]))
+                 if n >= 0 else MicroBatchSpec(0, 0, n, True, (), stand_in=tuple(indices[:size]))
                  for n in numbers]
         samples = KeyedSamples(self.dataset, seed=seed, collate=self._collate, augment=False,
                                rank=rank, advice=REMEDY)

@@ -96,7 +96,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
         sync_batchnorm.refuse(model)
     elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
-    sync_batchnorm.guard_plain(model)
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,

@@ -93,6 +93,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     versions = [version(p) for p in model.parameters()]
     micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
     micro = replace(micro, batch=batches.copy_of(micro.batch))
+    tensors = batches.versions(micro.batch)
     seen = None
     if built.resumption.found is None:
         checks = built.context.config.start_checks == "on"
@@ -107,15 +108,14 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     activations = memory.activations(model, partial(compute, synced, rehearsal=True))
     for hook in hooks:
         hook.remove()
-    mutates_batch = any(version(t) for t in batches.tensors(micro.batch))
+    mutates_batch = batches.has_objects(micro.batch) or batches.versions(micro.batch) != tensors
     buffers.restore_storage()
     state.check_structure()
     if canonical:
         _refuse_partial_gradients(model, world, times)
     _refuse_sparse_gradients(built)
     if (world.size > 1 or canonical) and not find_unused:
-        # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
-        _refuse_unused(model, world, looked=not (canonical and micro.spec.number < 0))
+        _refuse_unused(model, world)
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
@@ -217,10 +217,10 @@ def _without_gradient(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
-def _refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient, on this rank if it `looked`."""
+def _refuse_unused(model: nn.Module, world: World) -> None:
+    """Collective. Refuse trainable parameters without a gradient."""
     _refuse_on_all_ranks(
-        _without_gradient(model) if looked else [], world,
+        _without_gradient(model), world,
         "--task: the loss of the first batch does not depend on the trainable parameters {}; "
         "freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 

@@ -53,12 +53,8 @@ class Block(nn.Module):
         parts = self.attend(self.norm_1(x)).reshape(count, length, 3, self.heads,
                                                     width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        if count:
-            attended = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True,
-                dropout_p=self.dropout if self.training else 0.0)
-        else:
-            attended = query + key + value  # some attention kernels don't support empty batches
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         attended = attended.transpose(1, 2).reshape(count, length, width)
         x = x + self.drop(self.project(attended))
         return x + self.mlp(self.norm_2(x))

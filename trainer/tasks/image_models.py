@@ -110,6 +110,6 @@ def _block(channels_in: int, channels_out: int, norm: str) -> list[nn.Module]:
 
 def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: int) -> Tensor:
     images = arguments[0].expand(-1, 3, -1, -1)
-    if images.shape[-1] != size and len(images):
-        return functional.interpolate(images, (size, size), mode="bilinear", align_corners=False)
-    return images if len(images) else images.new_empty(0, 3, size, size)
+    if images.shape[-1] == size:
+        return images
+    return functional.interpolate(images, (size, size), mode="bilinear", align_corners=False)

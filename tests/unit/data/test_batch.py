@@ -1,4 +1,4 @@
-"""Map, stack, measure and empty batches of any nesting."""
+"""Map, stack, copy and move batches of any nesting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data import batch
 
@@ -40,22 +40,19 @@ NESTINGS = [
 
 
 @pytest.mark.parametrize("make", NESTINGS)
-def test_mapped_stacked_and_empty_batches_keep_the_nesting(make):
+def test_mapped_and_stacked_batches_keep_the_nesting(make):
     samples = [make(torch.full((2,), i, dtype=torch.int32)) for i in range(3)]
 
     stacked = batch.collate(samples)
     mapped = batch.map_tensors(lambda t: t * 10, stacked)
-    empty = batch.empty(stacked)
 
-    assert type(stacked) is type(mapped) is type(empty) is type(samples[0])
-    assert (batch.size(stacked), batch.size(empty)) == (3, 0)
+    assert type(stacked) is type(mapped) is type(samples[0])
     columns = [torch.stack(found) for found in zip(*map(batch.tensors, samples), strict=True)]
     assert columns
-    for kind in zip(columns, *map(batch.tensors, (stacked, mapped, empty)), strict=True):
-        column, one, tenfold, none = kind
+    for kind in zip(columns, *map(batch.tensors, (stacked, mapped)), strict=True):
+        column, one, tenfold = kind
         assert torch.equal(one, column)
         assert torch.equal(tenfold, 10 * column)
-        assert (none.shape, none.dtype) == ((0, *column.shape[1:]), column.dtype)
 
 
 def test_numbers_become_tensors_and_strings_a_list():
@@ -76,31 +73,75 @@ def test_unstackable_samples_are_refused_with_the_reason(samples, message):
         batch.collate(samples)
 
 
-@pytest.mark.parametrize(("full", "read"), [
-    ({"names": ["a", "b"]}, lambda e: e["names"]),
-    ((torch.ones(2), ["a", "b"]), lambda e: e[1]),
-    (Pair(torch.ones(2), ["a", "b"]), lambda e: e.y),
-    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0])])
-def test_lists_of_strings_are_emptied_too(full, read):
-    assert read(batch.empty(full)) == []
+class Graph:
+    """An object with tensors, which moves and pins itself."""
+
+    def __init__(self, x: Tensor, at: str = "") -> None:
+        self.x, self.at = x, at
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.x.to(device), f"on {device.type}")
+
+    def pin_memory(self) -> Graph:
+        return Graph(self.x, "pinned")
 
 
-def test_a_scalar_that_belongs_to_the_whole_batch_stays_in_an_empty_one():
-    empty = batch.empty({"x": torch.ones(2, 3), "scale": torch.tensor(2.0), "kind": "train"})
+@dataclasses.dataclass
+class Molecule(Graph):
+    """A dataclass with methods: they come before its fields."""
 
-    assert empty["scale"] == 2
-    assert empty["kind"] == "train"
+    x: Tensor
+    at: str = ""
+
+
+@pytest.mark.parametrize("one", [Graph(torch.ones(2)), Molecule(torch.ones(2))])
+def test_an_object_moves_and_pins_itself_wherever_it_lies(one):
+    nested = {"deep": [(one, "name")]}
+
+    for change, at in ((lambda b: batch.to_device(b, torch.device("meta")), "on meta"),
+                       (batch.pin_memory, "pinned")):
+        changed, name = change(nested)["deep"][0]
+        assert (changed.at, name) == (at, "name")
+
+
+def test_what_packs_a_sequence_stays_whole_when_moved():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+
+    moved = batch.to_device((packed,), torch.device("meta"))[0]
+
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    ({"x": torch.ones(2), "names": ["a", "b"], "size": 3, "none": None}, False),
+    ([torch.ones(2), (np.float32(1), b"")], False),
+    ((torch.ones(2), Graph(torch.ones(2))), True), ([{1}], True), (np.ones(2), True)])
+def test_objects_are_found_at_any_depth(given, found):
+    assert batch.has_objects(given) is found
+
+
+@pytest.mark.parametrize("change", [
+    lambda b: b["x"].add_(1), lambda b: b.pop("x"), lambda b: b.update(x=b["x"] + 1)])
+def test_a_change_of_a_batch_shows_in_its_versions(change):
+    given = {"x": torch.ones(2), "y": torch.ones(2)}
+    before = batch.versions(given)
+
+    change(given)
+
+    assert batch.versions(given) != before
 
 
 def test_a_copy_shares_no_memory_and_keeps_graphs():
     leaf = torch.ones(2, requires_grad=True)
-    given = {"x": torch.ones(2, 2).t(), "y": np.ones(2), "leaf": leaf, "grown": leaf * 2}
+    given = {"x": torch.ones(2, 2).t(), "y": np.ones(2), "leaf": leaf, "grown": leaf * 2,
+             "graph": Graph(torch.ones(2))}
 
     own = batch.copy_of(given)
 
     given["x"].zero_()
     given["y"][:] = 0
+    given["graph"].x.zero_()
     assert own["x"].sum() == 4
-    assert own["y"].sum() == 2
+    assert own["y"].sum() == own["graph"].x.sum() == 2
     assert own["leaf"] is leaf
     assert own["grown"] is given["grown"]

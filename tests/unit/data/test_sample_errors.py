@@ -94,11 +94,13 @@ def test_an_error_that_is_gone_at_the_second_reading_replaces_nothing(kind):
     assert same(micro.batch, read(reader(kind, set()), 3, 1).batch)
 
 
-def test_an_empty_micro_batch_works_without_sample_0_and_counts_nothing():
-    micro = read(reader(bad={0}))
+def test_a_stand_in_is_read_as_a_micro_batch_and_counts_nothing():
+    one = reader(bad={1})
 
-    assert micro.batch["x"].shape == (0, 3)
-    assert micro.replaced == ()
+    micro = one[MicroBatchSpec(1, EPOCH, -1, True, (), stand_in=(1, 2))]
+
+    assert same(micro.batch, read(one, 1, 2).batch)
+    assert (micro.samples, micro.replaced) == (0, ())
 
 
 # --- errors that are not the fault of a sample

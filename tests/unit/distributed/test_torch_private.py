@@ -144,14 +144,6 @@ def test_the_buffers_of_a_module():
     assert slots["cache"] == (norm.cache, False)
 
 
-def test_buffers_of_spectral_norms():
-    old = nn.utils.spectral_norm(nn.Linear(2, 2))
-    new = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-    assert torch_private.is_of_spectral_norm(old, "weight_u")
-    assert torch_private.is_of_spectral_norm(new.parametrizations.weight[0], "_u")
-    assert not torch_private.is_of_spectral_norm(nn.Linear(2, 2), "weight_u")
-
-
 def test_the_file_in_which_a_loader_calls_the_data_set():
     class Data(torch.utils.data.Dataset):
         def __getitem__(self, index: int) -> str:

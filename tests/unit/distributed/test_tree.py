@@ -22,7 +22,6 @@ from trainer.distributed.rank_invariant_reduction import (
     split_slices,
     subtrees,
 )
-from trainer.distributed.sync_batchnorm import guard_plain
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -145,10 +144,8 @@ class Twice(nn.Module):
 def test_running_statistics_equal_those_of_sequential_micro_batches():
     torch.manual_seed(0)
     plain, ours = Twice(), Twice()
-    guard_plain(plain)
-    guard_plain(ours)
     for step in range(3):
-        batches = [torch.randn(n, 5) * (step + 1) + n for n in (4, 0, 7, 2)]
+        batches = [torch.randn(n, 5) * (step + 1) + n for n in (4, 7, 2)]
         for batch in batches:
             plain(batch)
         found = folded(ours, batches)

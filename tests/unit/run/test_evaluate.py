@@ -61,7 +61,7 @@ def test_metrics_that_differ_from_batch_to_batch_are_refused():
 
 @pytest.mark.parametrize("other", [["high"], []])
 def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each(monkeypatch, other):
-    monkeypatch.setattr(World, "gather_json", lambda self, own: [[["low"]], [other]])
+    monkeypatch.setattr(World, "gather_json", lambda self, own: [[1, [["low"]]], [1, [other]]])
 
     for rank in range(2):
         with pytest.raises(ConfigError, match=r"\['low'\] for a batch .* \[.*\] for another"):
