@@ -45,6 +45,8 @@ PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.jso
            "summary.json: model.safetensors")
 """Entries that may differ between equal runs: paths, faults, memory, a sentence, and `lines`, those
 lines of metrics.jsonl that weren't yet in the file when the checkpoint was saved."""
+ADDED = ("config.toml: *", "state.json: settings.*", "state.json: circumstances.*")
+"""Entries that only the new code may have: settings and circumstances that were added since."""
 PER_WORLD = ("state.json: circumstances.world_size", "state.json: rng")
 """Entries that differ between two equal runs of different numbers of ranks."""
 
@@ -122,7 +124,8 @@ class Check:
         a, b = dict(entries(left)), dict(entries(right))
         found = [f"{key}: {a.get(key, 'nothing'):.70} | {b.get(key, 'nothing'):.70}"
                  for key in {**a, **b} if a.get(key) != b.get(key)
-                 and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))]
+                 and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))
+                 and (key in a or not any(fnmatchcase(key, p) for p in ADDED))]
         if len(found) > SHOWN:
             found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
         code, output = self.python(
