@@ -23,10 +23,11 @@ def summary_lines(
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
+    ordered = "" if card["order"] == "permutation" else f", {card['order']}"
     threads = f"{world.threads} thread" + "s" * (world.threads > 1)
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
-        f"data    {card['data']}: {samples}",
+        f"data    {card['data']}: {samples}{ordered}",
         f"batch   {batch_line(config, world.size, card)}",
         f"device  {world.size} × {device_name(world.device)}, {threads} each",
         f"look    tensorboard --logdir {display_path(path)}"]
