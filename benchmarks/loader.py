@@ -29,6 +29,7 @@ from examples import bare_loop
 from trainer.config.schema import Optim
 from trainer.data.loader import Loader
 from trainer.data.map_dataset import KeyedSamples
+from trainer.data.order import Permutation
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
 from trainer.data.workers import DataReader
 from trainer.optim import optimizers
@@ -58,8 +59,8 @@ def ours(workers: int) -> Contestant:
     assert data is not None
     plan = BatchPlan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
                      drop_last=True)
-    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=0, shuffle=True, position=0,
-                                total_steps=ENDLESS)
+    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=Permutation(len(data), 0),
+                                position=0, total_steps=ENDLESS)
     cpu = torch.device("cpu")
     source = DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
                         prefetch=AHEAD, device=cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -90,10 +90,6 @@ class ModelFacts:
     """The loss changes its batch, whose memory may belong to the data set."""
     moves_parameters: bool = False
     """The forward changes parameters: within a step they aren't those of the last boundary."""
-    replicated_buffers: Container[Tensor] = frozenset()
-    """All buffers that the forward changes: equal on all ranks at a step boundary."""
-    local_buffers: tuple[Tensor, ...] = ()
-    """Those of them that it changes on each rank separately. The last rank's are broadcast."""
     activations_mb: float | None = None
     """MiB saved for the backward of one micro-batch; None if unknown."""
 
@@ -226,11 +222,10 @@ class Step:
             self._discard_window()
             return None
         lrs = self._lrs()
-        self.boundary.buffers.restore_storage()
+        sums = self._synchronize_buffers(sums)  # the last collective of the step
         # All values are reduced, so all ranks reach the same decision.
         skip_reason = self.health.reason_to_skip(
             loss=sums.loss, count=sums.count, norm=norm, scale=scale)
-        self._broadcast_buffers()  # the last collective of the step
         self.boundary.close()
         self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
         save_stall_s = 0.0 if skip_reason else self._prepare_update(step)
@@ -262,13 +257,16 @@ class Step:
             micro = replace(micro, batch=batches.copy_of(micro.batch))
         self.compute(micro, requests=requests, rehearsal=rehearsal)
 
-    def _broadcast_buffers(self) -> None:
-        """Collective. Make buffers equal on all ranks that the forward changes on each rank. The
-        last rank is the source: it has a stand-in only at the end of a stream's epoch. No
+    def _synchronize_buffers(self, sums: StepSums) -> StepSums:
+        """Collective. Make buffers equal on all ranks that each rank changes on its own. No
         collective follows in the step, so a rank that loses a peer has applied either the whole
-        update or nothing of it."""
-        if self.facts.local_buffers:
-            self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
+        update or nothing of it. Returns the sums, with the loss NaN if a buffer isn't finite."""
+        buffers = self.boundary.buffers
+        buffers.restore_storage()
+        if "buffers" in sums.requests and buffers.agree(self.world):
+            sums = replace(sums, loss=math.nan)
+        buffers.broadcast(self.world)
+        return sums
 
     def _prepare_update(self, step: int) -> float:
         """Wait for a save to copy the state; key the randomness of the update. Returns seconds."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
+from trainer.checkpoint.buffers import Buffers, take_shapes
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
@@ -24,6 +25,7 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
+from trainer.run.model_modes import set_training
 from trainer.run.prepare import content
 from trainer.run.proof import (
     FOREIGN,
@@ -148,7 +150,9 @@ class _Case:
     def model(self, task: Any = None) -> nn.Module:
         """A new model in training mode, with the same weights in each call."""
         rng.seed_all(SEED, rng.MODEL)
-        return (task or self.task).model().train()
+        model = (task or self.task).model()
+        set_training(model)
+        return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
         loss = (task or self.task).loss
@@ -244,14 +248,17 @@ def _check_gradients(case: _Case) -> Iterator[str]:
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
-    """Compare sums in eval mode: with dropout or batch statistics they may depend on the split."""
+    """Compare sums in eval mode: with dropout or batch statistics they may depend on the split, as
+    with buffers that change in eval mode."""
     if case.halves is None:
         return
-    model = case.model().eval()
-    with torch.no_grad():
-        for problem in unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
-                                    case.whole, case.halves, tolerance=TOLERANCE):
-            yield f"{problem}: {SUMS}"
+    model = case.model()
+    model.eval()
+    buffers, moved = Buffers(model), set[str]()
+    with torch.no_grad(), buffers.preserved(moved):
+        problems = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
+                                case.whole, case.halves, tolerance=TOLERANCE)
+    yield from (f"{problem}: {SUMS}" for problem in problems if not moved)
 
 
 def _check_step(case: _Case) -> Iterator[str]:
@@ -289,6 +296,7 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     for split in SPLITS:
         dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
+    take_shapes(restarted, saved)
     entries = {**restarted.state_dict(keep_vars=True)}
     with torch.no_grad():
         for name, value in saved.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ class StepBoundary:
     them, and the main thread can't update any more.
     """
 
-    def __init__(self, model: nn.Module, status: Status) -> None:
-        self.buffers = Buffers(model)
+    def __init__(self, model: nn.Module, status: Status,
+                 warn: Callable[[str], None] = lambda text: None) -> None:
+        self.buffers = Buffers(model, warn=warn)
         self.only_buffers_change = False
         """Whether a forward changes nothing else of the state, as the warm-up has found."""
         self._status, self._lock = status, threading.Lock()

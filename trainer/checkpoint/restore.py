@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError, from_rank, listed
+from trainer.optim.optimizers import has_modes
 from trainer.storage import layout, tensorfile
 from trainer.storage.files import display_path
-from trainer.storage.layout import EMA, MODEL, STATE, step_name
+from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE, step_name
 from trainer.telemetry.events import Log
 
 CHUNK_BYTES = 1 << 26
@@ -152,7 +153,8 @@ def check_fit(found: CheckpointRef, store: Store, model: nn.Module, world: World
         return tensorfile.read_shapes(folder / MODEL) if found.holder == world.rank else {}
 
     saved = world.broadcast_json(world.fail_together(read), found.holder)
-    live = {name: list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    live = {name: list(p.shape) for name, p in model.state_dict(keep_vars=True).items()
+            if isinstance(p, nn.Parameter)}
     misfits = [f"{name} has shape {saved.get(name)} in the checkpoint and {shape} now"
                for name, shape in live.items() if saved.get(name) != shape]
     misfits += [f"{name} is not in the model" for name in saved.keys() - model.state_dict().keys()]
@@ -218,18 +220,14 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     if not any(every):
         return False
     holder = next(rank for rank, checksum in enumerate(every) if checksum)
-
-    def load() -> None:
-        if world.rank == holder:
-            tensors = _load(store, step)
-            state.load_model(tensors[MODEL])
-            if state.ema is not None:
-                state.ema.load(tensors.get(EMA), {"updates": 1})
-
-    world.fail_together(load)
-    tensors = state.tensors()
-    for name in (MODEL, EMA):
-        world.broadcast(list(tensors.get(name, {}).values()), holder)
+    own = world.fail_together(lambda: json.loads((store.find(step).path / STATE).read_bytes())
+                              if world.rank == holder else None)
+    saved = SavedState.from_json(world.broadcast_json(own, holder))
+    needed = (MODEL, EMA, *[OPTIMIZER] * has_modes(state.optimizer))  # eval() depends on its state
+    tensors = _receive(store, CheckpointRef(step, 0, holder, saved), world, needed)
+    world.fail_together(partial(state.load_weights, tensors, saved))
+    if OPTIMIZER in needed:
+        world.fail_together(partial(state.load_optimizer, tensors[OPTIMIZER], saved.optimizer))
     return True
 
 
@@ -240,13 +238,14 @@ def _load(store: Store, step: int) -> dict[str, dict[str, Tensor]]:
 
 
 def _receive(
-    store: Store, found: CheckpointRef, world: World
+    store: Store, found: CheckpointRef, world: World,
+    names: Container[str] = (MODEL, OPTIMIZER, EMA),
 ) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the tensor files of a checkpoint from its holder, and load them."""
+    """Collective. Broadcast tensor files of a checkpoint from its holder, and load them."""
 
     def find() -> dict[str, Path]:
         folder = store.find(found.step).path
-        return {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+        return {path.name: path for path in sorted(folder.iterdir()) if path.name in names}
 
     files = world.fail_together(find if found.holder == world.rank else dict)
     return {name: tensorfile.parse_tensors(b"".join(chunks))

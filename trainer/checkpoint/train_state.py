@@ -5,7 +5,8 @@ So it does not depend on wrappers of the model (DDP, compile) or on the order of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.checkpoint.buffers import take_shapes
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
+from trainer.optim.optimizers import has_modes, set_mode
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
 CONFIGURED = frozenset((
@@ -51,6 +54,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self._structure = self._current_structure()
+        # Tensors and facts of the training, while the optimizer is in evaluation mode.
+        self._training: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None = None
 
     def _current_structure(self) -> dict[str, bool]:
         """Name of each of the model's tensors → whether it is trained."""
@@ -64,6 +69,8 @@ class TrainState:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
         by file and name. Raises ConfigError as `check_structure`."""
+        if self._training is not None:
+            return self._training[0]
         self.check_structure()
         model, optimizer = dict(model_tensors(self.model)), self.optimizer_tensors()
         if self.ema is None:
@@ -81,10 +88,34 @@ class TrainState:
                 f"{listed(sorted(names))}; the optimizer and the checkpoints need the model as "
                 "model() returns it: do it there.")
 
+    @contextlib.contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Context in which the model holds the weights for validation and export: their moving
+        average, or those of the optimizer's `eval()`. A save in it holds those of the training."""
+        if self.ema is not None:
+            with self.ema.exchanged():
+                yield
+            return
+        if not has_modes(self.optimizer):
+            yield
+            return
+        copies = {file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+                  for file, tensors in self.tensors().items()}
+        self._training = copies, self.optimizer_facts()
+        set_mode(self.optimizer, training=False)
+        try:
+            yield
+        finally:
+            set_mode(self.optimizer, training=True)
+            self._training = None
+            # train() undoes eval() only up to rounding.
+            for file, live in self.tensors().items():
+                copy_into(live, copies[file], file)
+
     def export_weights(self) -> dict[str, Tensor]:
-        """The weights for validation and export: the moving average if there is one."""
-        model = dict(model_tensors(self.model))
-        return model if self.ema is None else model | self.ema.averages()
+        """Copies on the host of the weights for export."""
+        with self.evaluation_weights():
+            return {name: t.detach().cpu().clone() for name, t in model_tensors(self.model)}
 
     def facts(self) -> dict[str, Any]:
         """All state except tensors and generators, as JSON values."""
@@ -92,7 +123,7 @@ class TrainState:
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
             "meter": self.meter.state_dict(),
-            "optimizer": self.optimizer_facts(),
+            "optimizer": self.optimizer_facts() if self._training is None else self._training[1],
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -121,10 +152,7 @@ class TrainState:
 
         An optimizer of another --optim.name begins without state, and so do parameters that
         another --freeze trains. An option that has changed has its new value."""
-        self.load_model(tensors[MODEL])
-        if self.ema is not None:
-            self.ema.load(tensors.get(EMA), saved.ema,
-                          extended=self._differs(saved.settings, "freeze"))
+        self.load_weights(tensors, saved)
         groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer, saved.settings)
         self.progress.restore(saved.progress)
         self.best.restore(saved.best)
@@ -138,9 +166,13 @@ class TrainState:
         # After the horizon (one of the parts), on which the schedule is based.
         self.schedule.load_state_dict(saved.schedule, groups)
 
-    def load_model(self, tensors: dict[str, Tensor]) -> None:
-        """Restore only parameters and buffers. Raises CheckpointDamaged as `load`."""
-        copy_into(dict(model_tensors(self.model)), tensors, "model")
+    def load_weights(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
+        """Restore only parameters, buffers and averages. Raises CheckpointDamaged as `load`."""
+        take_shapes(self.model, tensors[MODEL])
+        copy_into(dict(model_tensors(self.model)), tensors[MODEL], "model")
+        if self.ema is not None:
+            self.ema.load(tensors.get(EMA), saved.ema,
+                          extended=self._differs(saved.settings, "freeze"))
 
     def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
         """Names of the trainable parameters with NaN or infinite values in a copy of the model."""

@@ -38,6 +38,7 @@ from trainer.optim import compile_cache
 from trainer.optim.precision import set_determinism
 from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
+from trainer.run.saved_run import load_weights
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.locks import release_locks
 from trainer.task import REQUIRED_METHODS, ObjectTask, find_task
@@ -235,5 +236,7 @@ def _load_result(config: Config[Any]) -> Trained:
     with rng.preserved():
         rng.seed_all(config.seed, rng.MODEL)
         model = bind_seed(config.task, config.seed).model()
-    model.load_state_dict(tensorfile.load_tensors(path / layout.PRODUCT))
-    return Trained(model.to(device).eval(), summary, path)
+    load_weights(model, tensorfile.load_tensors(path / layout.PRODUCT), str(path))
+    model.to(device)
+    model.eval()
+    return Trained(model, summary, path)

@@ -66,6 +66,12 @@ class Data(Section, prefix="data."):
     """Drop the last batch of an epoch if it is smaller than the global batch."""
     shuffle: OnOff = setting("on", "must_match")
     """Shuffle each epoch, in an order derived from (seed, epoch)."""
+    order: Literal["auto", "permutation", "keyed"] = setting("auto", "must_match")
+    """How a shuffled order is made. permutation: a table of 8 bytes a sample; keyed: computed at
+    each place, without memory; auto: a permutation up to 2^24 samples, else keyed."""
+    sampler: str | None = setting(None, "must_match")
+    """Your own order, as module:Class (called with the data set and seed=; its objects with the
+    epoch and an array of places in it; they return an array of sample indices)."""
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 

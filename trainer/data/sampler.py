@@ -6,14 +6,17 @@ takes the contiguous block [r·M/W, (r+1)·M/W), so a change of W changes no mic
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-import torch
 
-from trainer import rng
+from trainer.data.order import Order
 from trainer.distributed.partition import block, micro_batches_per_rank
+
+BLOCK = 4096
+"""Least number of samples of a rank whose order is computed at once."""
 
 
 @dataclass(frozen=True)
@@ -108,35 +111,36 @@ class MicroBatchSampler:
     _: KW_ONLY
     rank: int
     num_ranks: int
-    seed: int
-    shuffle: bool
+    order: Order
     position: int
     """Global batches already consumed: the first micro-batch belongs to step `position` + 1."""
     total_steps: int
 
-    def order(self, epoch: int) -> torch.Tensor:
-        """Sample indices of an epoch in training order."""
-        if not self.shuffle:
-            return torch.arange(self.plan.samples)
-        generator = torch.Generator()
-        generator.manual_seed(rng.mix(self.seed, rng.ORDER, epoch))
-        return torch.randperm(self.plan.samples, generator=generator)
-
     def __iter__(self) -> Iterator[MicroBatchSpec]:
-        epoch, order = -1, np.empty(0, dtype=np.int64)
+        waiting: list[tuple[MicroBatchSpec, range]] = []
         for step in range(self.position + 1, self.total_steps + 1):
-            if epoch != self.plan.epoch_of(step):
-                epoch = self.plan.epoch_of(step)
-                order = self.order(epoch).numpy()
-            yield from self._specs_of(step, epoch, order)
+            waiting += self._places_of(step)
+            is_end = step == self.total_steps or self.plan.epoch_of(step + 1) != waiting[0][0].epoch
+            if is_end or sum(len(places) for _, places in waiting) >= BLOCK:
+                yield from self._ordered(waiting)
+                waiting = []
 
-    def _specs_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[MicroBatchSpec]:
+    def _places_of(self, step: int) -> Iterator[tuple[MicroBatchSpec, range]]:
+        """This rank's micro-batches of a step, still without samples, and their places."""
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
         numbers = list(block(micro_batches, self.rank, self.num_ranks))
         numbers += [-1] * (micro_batches_per_rank(micro_batches, self.num_ranks) - len(numbers))
         for place, number in enumerate(numbers, start=1):
             start = first + max(number, 0) * self.plan.micro_size
-            indices = tuple(order[start : min(start + self.plan.micro_size, end)].tolist())
-            used, stand_in = (indices, ()) if number >= 0 else ((), indices)
-            yield MicroBatchSpec(step, epoch, number, place == len(numbers), used, stand_in)
+            spec = MicroBatchSpec(step, self.plan.epoch_of(step), number, place == len(numbers), ())
+            yield spec, range(start, min(start + self.plan.micro_size, end))
+
+    def _ordered(self, waiting: list[tuple[MicroBatchSpec, range]]) -> Iterator[MicroBatchSpec]:
+        """Micro-batches of one epoch with their samples."""
+        places = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64) for _, p in waiting])
+        found, at = self.order(waiting[0][0].epoch, places).tolist(), 0
+        for spec, own in waiting:
+            indices, at = tuple(found[at : at + len(own)]), at + len(own)
+            used, stand_in = (indices, ()) if spec.number >= 0 else ((), indices)
+            yield dataclasses.replace(spec, indices=used, stand_in=stand_in)

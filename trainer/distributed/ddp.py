@@ -40,9 +40,10 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
 
 CAPACITY = 64  # of the values that one gradient all-reduce carries besides the gradients
 
-REQUESTS = ("stop", "save", "fail", "saved", "recorded")
+REQUESTS = ("stop", "save", "fail", "saved", "recorded", "buffers")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
-the last save is complete; metrics.jsonl has all lines of the steps before durably."""
+the last save is complete; metrics.jsonl has all lines of the steps before durably; agree on the
+buffers that change. The last one is the objective's, the others are passed to its forward."""
 
 Vector = Tensor | list[float]
 
@@ -50,7 +51,7 @@ _COUNTED = ("loss", "count", "samples", "replaced")
 _FIXED = (*_COUNTED, *REQUESTS)
 COUNT = _FIXED.index("count")
 REQUESTED = slice(len(_COUNTED), len(_FIXED))
-_NO_REQUESTS = (False,) * len(REQUESTS)
+_NO_REQUESTS = (False,) * (len(REQUESTS) - 1)
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class MetricAccumulator:
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
-        self._requests: tuple[bool, ...] = _NO_REQUESTS
+        self._requests: tuple[bool | Tensor, ...] = (*_NO_REQUESTS, False)
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
         """Add a micro-batch, a stand-in with zeros; return its loss, a scalar with a graph."""
@@ -114,9 +115,10 @@ class MetricAccumulator:
         self._totals.append(row[0])
         return total
 
-    def set_requests(self, requests: tuple[bool, ...], nonfinite: Tensor | None = None) -> None:
+    def set_requests(self, requests: tuple[bool, ...], changed: bool | Tensor = False,
+                     nonfinite: Tensor | None = None) -> None:
         """Set this rank's requests of the step, and add `nonfinite` (0 or NaN) to its loss."""
-        self._requests = requests or _NO_REQUESTS
+        self._requests = (*(requests or _NO_REQUESTS), changed)
         if nonfinite is not None:
             row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
             row[0] = row[0] + (nonfinite.item() if self._on_host else nonfinite)
@@ -142,7 +144,7 @@ class MetricAccumulator:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
         sums = rows[0] if len(rows) == 1 else [_sum(column) for column in zip(*rows, strict=True)]
-        requests, self._requests = self._requests, _NO_REQUESTS  # each counts as 0 or 1
+        requests, self._requests = self._requests, (*_NO_REQUESTS, False)  # each counts as 0 or 1
         return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
 
@@ -155,20 +157,22 @@ class Objective(nn.Module):
     Args:
         nominal_count: divisor of the summed loss before backward, so that gradients have the
             scale of a mean; the step corrects for the actual count.
+        changed: whether the forwards changed a buffer of which the ranks do not know yet.
         nonfinite: returns NaN if the forwards left a buffer that is not finite, which the training
-            loss does not show; called after the last forward of a step.
+            loss does not show. Both are called after the last forward of a step.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *,
                  num_ranks: int, nominal_count: float, device: torch.device,
+                 changed: Callable[[], bool | Tensor] = lambda: False,
                  nonfinite: Callable[[], Tensor | None] = lambda: None) -> None:
         super().__init__()
         self.model, self.loss, self.nominal_count = model, loss, nominal_count
         self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
-        self._next_is_nan, self._nonfinite = False, nonfinite
-        self._is_first_batch = True  # until a forward with samples
+        self._next_is_nan, self._changed, self._nonfinite = False, changed, nonfinite
+        self._is_first_batch = True  # until a forward
         self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
@@ -183,7 +187,7 @@ class Objective(nn.Module):
         """Compute the scalar loss of a micro-batch; without `samples` it is a stand-in. Only the
         last one of a step carries this rank's requests: its backward reduces gradients and sums."""
         # A stand-in's buffers are put back, so those before it are checked.
-        before = self._nonfinite() if requests_if_last is not None and not samples else None
+        before = self._look_at_buffers() if requests_if_last is not None and not samples else ()
         is_first, self._is_first_batch = self._is_first_batch, False
         with first_batch() if is_first else contextlib.nullcontext():
             outcome = self.loss(self.model, batch)
@@ -199,12 +203,15 @@ class Objective(nn.Module):
             loss = loss * self._factor
         if requests_if_last is not None:
             self.accumulator.set_requests(
-                requests_if_last, self._nonfinite() if samples else before)
+                requests_if_last, *(self._look_at_buffers() if samples else before))
             if self.stats_carrier is not None:
                 sums = _stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))
                 loss = loss + torch.dot(self.stats_carrier, padded)
         return loss
+
+    def _look_at_buffers(self) -> tuple[bool | Tensor, Tensor | None]:
+        return self._changed(), self._nonfinite()
 
     __call__ = forward  # hooks and compilation are the model's
 

@@ -204,7 +204,8 @@ class RankInvariantReduction:
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._batch_plan, self._optional = batch_plan, optional
         self.statistics = BatchNormStatistics(model, dict(buffers.pairs()))
-        self.shared = frozenset(self.statistics.live)  # buffers that stay equal on all ranks
+        self._shared = frozenset(self.statistics.live)  # buffers that stay equal on all ranks
+        buffers.note_shared(self._shared)
         self._layout = GradientLayout(self._parameters)
         self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
         self._allocated: list[GradientBuffer] = []
@@ -353,7 +354,7 @@ class RankInvariantReduction:
         sums = numbered[:, : self._sums].sum(0)
         sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of stand-ins
         self.statistics.fold(numbered[:, self._width :])
-        if (nonfinite := self._buffers.nonfinite(self.shared)) is not None:  # equal on all ranks
+        if (nonfinite := self._buffers.nonfinite(self._shared)) is not None:  # equal on all ranks
             sums[0] += nonfinite  # detects micro-batches before the last one too
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 

@@ -19,11 +19,13 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
     """Checksum of each tensor: the sum of its bits as integers modulo 2^64. A single flipped bit
     always changes it."""
-    sums = [_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
 
 
-def _integers(tensor: Tensor) -> Tensor:
+def integers(tensor: Tensor) -> Tensor:
+    """A tensor's bits."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.detach().view(_INTEGERS[min(8, tensor.element_size())])
 
 
@@ -99,7 +101,7 @@ class ReplicaCheck:
             own = tensor.detach().cpu().reshape(-1).clone()
             other = own.clone()
             self.world.broadcast([other], 0)
-            differ = (_integers(own) != _integers(other)).to(torch.int32)
+            differ = (integers(own) != integers(other)).to(torch.int32)
             indices = self.world.all_sum(differ).nonzero().flatten()
             elements[name] = (indices, own[indices])
         self._evidence = {"step": step, "elements": elements}

@@ -61,11 +61,6 @@ class Ema:
         average = self._live if self.holds_average else self._average
         return {n: t.detach() for n, t in average.items()}
 
-    def averages(self) -> dict[str, Tensor]:
-        """Like `tensors`, but tied parameters appear under each name."""
-        average = self.tensors()
-        return {n: average[first] for n, first in self._named.items()}
-
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by parameter name. Tied parameters appear under each name."""
         trained = self._average if self.holds_average else self._live

@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Freeze parameters; return their names. `!PATTERN` unfreezes; the last match counts.
 
-    Batch norms whose parameters are all frozen stay in eval mode, so their statistics are too.
+    Batch norms whose parameters are all frozen are put in eval mode, so their statistics are too.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -86,7 +85,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             else _is_frozen(patterns, f"{path}.running_mean")
         ):
             module.eval()
-            module.train = MethodType(_stay_in_eval, module)  # type: ignore[method-assign]
     return [n for n, p in parameters.items() if not p.requires_grad]
 
 
@@ -94,10 +92,6 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
     """Whether the last pattern that matches the name freezes it."""
     matches = [p for p in patterns if fnmatch.fnmatchcase(name, p.removeprefix("!"))]
     return bool(matches) and not matches[-1].startswith("!")
-
-
-def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
 
 
 def make_optimizer(config: Optim, model: nn.Module,
@@ -141,7 +135,24 @@ def make_optimizer(config: Optim, model: nn.Module,
             raise ConfigError(f"--task: parameter_groups(model) has {key!r}, which "
                               f"{type(optimizer).__name__} does not use; did you mean "
                               f"{near[0]!r}?")
+    if has_modes(optimizer):
+        if config.ema:
+            raise ConfigError(f"--optim.ema {config.ema:g}: {config.name} has an average of its "
+                              "own, in its eval(); leave out --optim.ema.")
+        set_mode(optimizer, training=True)
     return optimizer
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the model's parameters hold other weights in evaluation, by `eval()` and `train()` of
+    the optimizer (as a schedule-free one has)."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
+def set_mode(optimizer: Any, *, training: bool) -> None:
+    """Put an optimizer that has modes in one of them."""
+    with torch.no_grad():
+        getattr(optimizer, "train" if training else "eval")()
 
 
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:

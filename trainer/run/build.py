@@ -6,7 +6,6 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -204,7 +203,7 @@ def _make_trainable(
 ) -> Trainable:
     """Collective. Wrap the model, and make its state, which is not restored yet."""
     config, world, marks = context.config, context.world, context.marks
-    boundary = StepBoundary(setup.model, context.status)
+    boundary = StepBoundary(setup.model, context.status, context.log.warn_once)
     wrapped, objective = _wrap(config, setup, world, boundary)
     reduction: Reduction = iter
     if config.parallel.reduction == "canonical":
@@ -250,7 +249,8 @@ def _wrap(
         options["nonfinite"] = boundary.buffers.nonfinite
     objective = ddp.Objective(
         setup.model, setup.task.loss, num_ranks=world.size if group else 1,
-        nominal_count=config.batch.global_size, device=world.device, **options)
+        nominal_count=config.batch.global_size, device=world.device,
+        changed=boundary.buffers.changed, **options)
     wrapped = ddp.wrap(objective, group=group, device=world.device,
                        bucket_mb=config.parallel.bucket_mb,
                        find_unused=config.parallel.find_unused == "on")
@@ -300,7 +300,7 @@ def _make_evaluator(
     return Evaluator(
         task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,
         world=context.world, autocast=trainable.compute.autocast, marks=context.marks,
-        weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
+        weights=state.evaluation_weights,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
         stopped=lambda: stop.requested, warn_once=context.log.warn_once)

@@ -12,7 +12,7 @@ from trainer.data.sampler import BatchPlan, DataPosition
 from trainer.errors import ConfigError
 from trainer.run.prepare import Setup, make_intervals
 
-ORDER = ("seed", "data.shuffle")
+ORDER = ("seed", "data.shuffle", "data.order", "data.sampler")
 """Settings on which the order of the samples depends."""
 WINDOWS = ("batch.global_size", "data.drop_last")
 """Settings that divide an epoch into global batches."""
@@ -25,6 +25,7 @@ def carry_over(
     the run has reached. Also returns a line on where the run continues, "" if it does so as if it
     had not been interrupted."""
     now = {"seed": config.seed, "data.shuffle": config.data.shuffle,
+           "data.order": config.data.order, "data.sampler": config.data.sampler,
            "data.drop_last": config.data.drop_last, "batch.global_size": config.batch.global_size,
            "batch.micro_size": config.batch.micro_size}
     then, facts = {**now, **found.state.settings}, found.state.circumstances

@@ -26,6 +26,7 @@ from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import EVALUATION_REMEDY, loader_workers
 from trainer.task import Outcome, check_outcome, task_figures
 from trainer.telemetry.status import Phase
@@ -181,18 +182,6 @@ class Evaluator:
                                rank=rank, advice=EVALUATION_REMEDY)
         yield from DataReader(samples, sampler=specs, workers=self._workers, prefetch=2,
                               device=device)
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode; restores the model's mode and the random generators."""
-    training = model.training
-    model.eval()
-    try:
-        with rng.preserved():
-            yield
-    finally:
-        model.train(training)
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:

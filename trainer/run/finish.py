@@ -92,7 +92,7 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     path = run.context.path
     run.folder.metrics.sync()
     if run.context.world.writes_run_dir:
-        weights = {name: tensor.cpu() for name, tensor in run.state.export_weights().items()}
+        weights = run.state.export_weights()
 
         def write() -> None:
             files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))

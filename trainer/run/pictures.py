@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.buffers import Buffers
-from trainer.run.evaluate import eval_mode
+from trainer.run.model_modes import eval_mode
 from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log

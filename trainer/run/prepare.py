@@ -19,6 +19,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
+from trainer.data.order import Order, UserOrder, make_order, order_name
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
@@ -26,6 +27,7 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
@@ -68,6 +70,7 @@ class Setup:
     workers: int
     """Loader processes for the training data."""
     plan: BatchPlan
+    order: Order
     intervals: Intervals
     fingerprints: dict[str, str | None]
     """Split → what identifies its data; None without data."""
@@ -102,11 +105,12 @@ def prepare(config: Config[Any], world: World) -> Setup:
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
                           "ends when it raises; skip bad samples in its __iter__ or lane().")
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
-    plan, intervals = _plan(config, data, world)
+    order = make_order(config.data, data["train"], config.seed)
+    plan, intervals = _plan(config, data, world, order)
     model, choice = make_model(task, config, world.device)
     if chooses_threads and _is_small(model, config.batch.micro_size):
         world.use_threads(1, "a small model")
-    synced = 0
+    evaluating, synced = in_evaluation(model), 0
     if canonical:
         sync_batchnorm.refuse(model)
     else:
@@ -137,15 +141,17 @@ def prepare(config: Config[Any], world: World) -> Setup:
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
+        "in_evaluation": evaluating,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
+        "order": order_name(order),
         "workers": workers,
         "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
         "fingerprint": fingerprints["train"],
     }
-    return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
-                 schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
+    return Setup(task=task, model=model, choice=choice, optimizer=optimizer, schedule=schedule,
+                 lengths=lengths, data=data, plan=plan, order=order, intervals=intervals,
                  card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
 
 
@@ -172,17 +178,20 @@ def make_model(
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
     check_state_dict(model)
-    model.train()
+    set_training(model)
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
     return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
 
 
-def _plan(config: Config[Any], data: dict[str, Any], world: World) -> tuple[BatchPlan, Intervals]:
+def _plan(
+    config: Config[Any], data: dict[str, Any], world: World, order: Order
+) -> tuple[BatchPlan, Intervals]:
     if data["train"] is None:
         raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
-    batch, samples = config.batch, known_length(data["train"])
+    batch = config.batch
+    samples = len(order) if isinstance(order, UserOrder) else known_length(data["train"])
     if world.size > batch.micro_batches:
         size, most = batch.global_size, max(1, batch.global_size // world.size)
         fits = next(n for n in range(most, 0, -1) if size % n == 0)

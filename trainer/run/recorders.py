@@ -67,9 +67,8 @@ def open_source(
             stream.load_state_dict(found.state.parts["stream"])
         return stream
     sampler = MicroBatchSampler(
-        setup.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
-        shuffle=config.data.shuffle == "on", position=state.progress.step,
-        total_steps=setup.intervals.total)
+        setup.plan, rank=world.rank, num_ranks=world.size, order=setup.order,
+        position=state.progress.step, total_steps=setup.intervals.total)
     samples = KeyedSamples(data, seed=config.seed, collate=setup.collate, rank=world.rank,
                            skip=config.data.on_error == "skip", advice=REMEDY)
     return DataReader(samples, sampler=sampler, workers=setup.workers,

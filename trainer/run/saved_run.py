@@ -14,13 +14,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.checkpoint.buffers import take_shapes
+from trainer.checkpoint.progress import LossMeter
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
+from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line
 from trainer.config.schema import Config
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.optim import precision
+from trainer.optim import optimizers, precision
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
@@ -37,6 +40,8 @@ class CheckpointWeights:
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
     """Averages of the trained parameters, by the first name of each."""
+    optimizer: tuple[dict[str, Tensor], SavedState] | None
+    """State of an optimizer of the user, whose `eval()` may give the weights."""
     threads: int | None
     """Threads of a rank in that attempt: their number changes bits."""
 
@@ -64,7 +69,9 @@ class SavedRun:
 
     def fresh_model(self) -> nn.Module:
         """Construct another model, with its initial weights."""
-        return make_model(self.task, self.config, self.world.device)[0].eval()
+        model = make_model(self.task, self.config, self.world.device)[0]
+        model.eval()
+        return model
 
     @contextlib.contextmanager
     def evaluating(self, number: int) -> Iterator[None]:
@@ -80,7 +87,8 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     if not path.is_file():
         raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
     config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
-    weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
+    weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema),
+                           own_optimizer=":" in config.optim.name)
     threads = config.world.threads
     if threads == "auto" and weights.threads is not None:
         threads = weights.threads
@@ -94,11 +102,33 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
         for name, parameter in model.named_parameters():
             if name in weights.average:
                 parameter.copy_(weights.average[name])
-    return SavedRun(config=config, task=task, world=world, model=model.eval(), choice=choice,
+    if weights.optimizer is not None:
+        _average_by_optimizer(model, task, config, weights.optimizer)
+    model.eval()
+    return SavedRun(config=config, task=task, world=world, model=model, choice=choice,
                     weights=weights)
 
 
-def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
+def _average_by_optimizer(
+    model: nn.Module, task: Any, config: Config[Any], saved: tuple[dict[str, Tensor], SavedState]
+) -> None:
+    """Give the model the weights of its optimizer's `eval()`, if that has one."""
+    optimizers.freeze(model, config.freeze)
+    optimizer = optimizers.make_optimizer(
+        config.optim, model, getattr(task, "parameter_groups", None))
+    if not optimizers.has_modes(optimizer):
+        return
+    tensors, facts = saved
+    state = TrainState(model=model, optimizer=optimizer, schedule=None, progress=facts.progress,
+                       scaler=torch.amp.GradScaler("cpu", enabled=False), best=facts.best,
+                       meter=LossMeter(), seed=config.seed, num_ranks=1)
+    state.load_optimizer(tensors, facts.optimizer)
+    optimizers.set_mode(optimizer, training=False)
+
+
+def find_weights(
+    run: Path, checkpoint: str, *, averaged: bool, own_optimizer: bool
+) -> CheckpointWeights:
     store, product, tries = Store(run / layout.CHECKPOINTS), run / layout.PRODUCT, TRIES
     while True:
         seen = [info.path for info in store.checkpoints()]
@@ -106,8 +136,9 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
             if checkpoint == "best" and not seen and product.is_file():
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
-                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None)
-            return _read_weights(store, checkpoint, averaged=averaged)
+                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None, None)
+            return _read_weights(store, checkpoint, averaged=averaged,
+                                 own_optimizer=own_optimizer)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
             if tries and seen != [info.path for info in store.checkpoints()]:
@@ -117,7 +148,9 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
                               f"one of these steps: {steps}.") from error
 
 
-def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
+def _read_weights(
+    store: Store, checkpoint: str, *, averaged: bool, own_optimizer: bool
+) -> CheckpointWeights:
     if checkpoint in ("best", "last"):
         newest, skipped = store.newest_valid()
         if newest is None:
@@ -127,14 +160,17 @@ def _read_weights(store: Store, checkpoint: str, *, averaged: bool) -> Checkpoin
     else:
         info = store.verify(int(checkpoint))
     model, average = info.path / layout.MODEL, info.path / layout.EMA
+    state = SavedState.read(info.path)
     return CheckpointWeights(
         info.step, tensorfile.load_tensors(model),
         tensorfile.load_tensors(average) if averaged and average.is_file() else {},
-        SavedState.read(info.path).circumstances.get("threads"))
+        (tensorfile.load_tensors(info.path / layout.OPTIMIZER), state) if own_optimizer else None,
+        state.circumstances.get("threads"))
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """Load weights into a model; `where` is their origin, for a message."""
+    take_shapes(model, tensors)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:

@@ -25,9 +25,13 @@ def summary_lines(
     samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
     reason = f" ({world.threads_reason})" * bool(world.threads_reason)
     threads = f"{world.threads} thread{'s' * (world.threads > 1)} each{reason}"
+    evaluating = card["in_evaluation"]
+    ordered = "" if card["order"] == "permutation" else f", {card['order']}"
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
-        f"data    {card['data']}: {samples}",
+        *[f"modes   in evaluation mode, as model() left them: {listed(evaluating)}"] * bool(
+            evaluating),
+        f"data    {card['data']}: {samples}{ordered}",
         f"batch   {batch_line(config, world.size, card)}",
         f"device  {world.size} × {device_name(world.device)}, {threads}",
         f"look    tensorboard --logdir {display_path(path)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +23,14 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed import torch_private
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import ReplicaCheck, checksums
-from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
 from trainer.distributed.torch_private import version
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.optim import nan_detection
 from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import memory, proof
-from trainer.run.evaluate import eval_mode
 from trainer.run.finish import best_rule
+from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import Setup, content
 from trainer.run.run import BuiltRun, Run, Trainable
 from trainer.step import ModelFacts, Step
@@ -71,7 +70,7 @@ def start(built: BuiltRun) -> Run:
         proof.watch_optimizer(state, context.log)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
-    replica_check = ReplicaCheck(partial(_replicated, state, facts.replicated_buffers),
+    replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
                                  context.world, built.resumption.position)
     return Run(**vars(built), step=step, replica_check=replica_check)
 
@@ -119,7 +118,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
-    changed, local = _find_changed_buffers(trainable, world, log)
+    buffers.agree(world)
     buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
     moves = _moves_parameters(model, world, before, versions, canonical=canonical)
@@ -128,20 +127,20 @@ def warm_up(built: BuiltRun) -> ModelFacts:
                 seen, proof.ForwardObservation.of(objective))):
         log.warn_once(why)
     return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
-                      replicated_buffers=changed, local_buffers=tuple(local),
                       activations_mb=activations)
 
 
 def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
     """Collective. Refuse a loss that differs between a micro-batch and its two halves, in eval mode
-    (dropout and batch statistics may depend on them)."""
+    (dropout and batch statistics may depend on them, as may buffers that change in eval mode)."""
     context, setup, objective = built.context, built.setup, built.trainable.compute.objective
-    world, model, buffers = context.world, setup.model, Buffers(setup.model)
+    world, model = context.world, setup.model
+    buffers, moved = Buffers(model), set[str]()
 
     def compute(batch: Any, key: int) -> Outcome:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
-        with buffers.preserved(set()), torch.no_grad():
+        with buffers.preserved(moved), torch.no_grad():
             return objective.loss(model, batches.copy_of(batch))
 
     halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
@@ -158,7 +157,8 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
             problems = []
             context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
                                   f"that it is a sum ({summarize_exception(error)})")
-    if found := [problem for mine in world.gather_json(problems) for problem in mine]:
+    mine = [] if moved else problems
+    if found := [problem for rank in world.gather_json(mine) for problem in rank]:
         raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
 
 
@@ -254,32 +254,6 @@ def _refuse_sparse_gradients(built: BuiltRun) -> None:
         raise from_rank(0, ConfigError(f"{why}."))
 
 
-def _find_changed_buffers(
-    trainable: Trainable, world: World, log: Log
-) -> tuple[frozenset[Tensor], list[Tensor]]:
-    """Collective. Find the buffers that the forward has just changed on some rank: all of them, and
-    those that neither a synchronised batch norm nor the reduction keeps equal on all ranks."""
-    model, buffers = trainable.compute.model, trainable.boundary.buffers
-    pairs = buffers.pairs()
-    here = [bool(torch.any(live != kept)) for live, kept in pairs]
-    on_any = world.all_sum(torch.tensor(here, dtype=torch.float32)).tolist()
-    changed = frozenset(b for (b, _), moved in zip(pairs, on_any, strict=True) if moved)
-    buffers.watch(changed)
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    mine = {id(b) for (b, _), moved in zip(pairs, here, strict=True) if moved}
-    if lost := [n for n, b in model.named_buffers() if id(b) in mine - saved]:
-        log.warn_once(f"the model's forward changes {listed(lost)}, registered with "
-                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
-                      "restart gives other bits")
-    if world.size == 1:
-        return changed, []
-    shared = {id(b) for m in model.modules() if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
-              for b in m.buffers(recurse=False)}
-    if isinstance(trainable.reduction, RankInvariantReduction):
-        shared |= {id(b) for b in trainable.reduction.shared}
-    return changed, [b for b, _ in pairs if b in changed and id(b) not in shared]
-
-
 def _moves_parameters(
     model: nn.Module, world: World, before: Tensor, versions: Sequence[int], *, canonical: bool
 ) -> bool:
@@ -330,9 +304,8 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 
-def _replicated(state: TrainState, changed: Container[Tensor]) -> dict[str, Tensor]:
+def _replicated(state: TrainState, buffers: Buffers) -> dict[str, Tensor]:
     """Tensors that must be equal on all ranks."""
     parameters, tensors = dict(state.model.named_parameters()), state.tensors()
-    buffers = {name: b for name, b in state.model.named_buffers() if b in changed}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
-    return parameters | buffers | tensors[OPTIMIZER] | average
+    return parameters | buffers.replicated() | tensors[OPTIMIZER] | average

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainer.checkpoint.buffers import Buffers
 from trainer.distributed.ddp import MetricAccumulator
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 
@@ -48,13 +50,84 @@ def test_a_growing_cache_does_not_change_the_copies_of_other_buffers(model: nn.M
     assert model.cache.tolist() == [1] * 5
 
 
-def test_a_persistent_buffer_that_changes_its_shape_is_refused(model: nn.Module) -> None:
+def by_assignment(model: nn.Module) -> None:
+    model.mean = torch.ones(4)
+
+
+def in_place(model: nn.Module) -> None:
+    model.mean.resize_(4).fill_(1)
+
+
+def by_data(model: nn.Module) -> None:
+    model.mean.data = torch.ones(4)
+
+
+@pytest.mark.parametrize("change", [by_assignment, in_place, by_data])
+def test_a_buffer_may_take_another_shape(model: nn.Module, change) -> None:
+    buffers, original = Buffers(model), model.mean
+    buffers.keep()
+
+    change(model)
+    changed = buffers.changed()
+    buffers.restore_storage()
+    buffers.agree(World(LaunchInfo(), torch.device("cpu"), 1))
+
+    assert changed
+    assert model.mean is original
+    assert original.tolist() == [1] * 4
+    buffers.put_back()
+    assert original.tolist() == [0] * 3
+
+
+def test_a_persistent_buffer_that_changes_its_dtype_is_refused(model: nn.Module) -> None:
     buffers = Buffers(model)
 
-    model.mean = torch.zeros(4)
+    model.mean = torch.zeros(3, dtype=torch.float64)
 
-    with pytest.raises(ConfigError, match=r"mean from \(3,\) float32 to \(4,\) float32"):
+    with pytest.raises(ConfigError, match=r"mean from \(3,\) float32 to \(3,\) float64"):
         buffers.restore_storage()
+
+
+@pytest.mark.parametrize("change", [
+    lambda mean: mean.add_(1), lambda mean: mean.data.add_(1), lambda mean: mean.neg_(),
+    lambda mean: F.batch_norm(torch.randn(4, 3), mean, torch.ones(3), training=True)],
+    ids=["in place", "data", "sign of zero", "no version"])
+def test_a_buffer_that_begins_to_change_is_found_once(model: nn.Module, change) -> None:
+    said: list[str] = []
+    buffers, world = Buffers(model, warn=said.append), World(LaunchInfo(), torch.device("cpu"), 1)
+    buffers.keep()
+    before = buffers.changed()
+
+    found = []
+    for _ in range(2):
+        change(model.mean)
+        found.append(buffers.changed())
+        buffers.agree(world)
+        buffers.keep()
+
+    assert (before, found) == (False, [True, False])
+    assert not said
+    model.cache.add_(1)
+    buffers.agree(world)
+    assert "changes cache, registered with persistent=False" in said[0]
+
+
+def test_a_nan_counts_in_the_step_in_which_its_buffer_begins_to_change(model: nn.Module) -> None:
+    model.register_buffer("least", torch.full((2,), torch.inf))
+    buffers, world = Buffers(model), World(LaunchInfo(), torch.device("cpu"), 1)
+    buffers.keep()
+
+    model.least[0] = 1
+    finite = buffers.agree(world)
+    buffers.keep()
+    model.least[0] = torch.nan
+    known = buffers.nonfinite()
+    model.mean[1] = torch.nan
+
+    assert not finite
+    assert known.isnan()
+    assert buffers.agree(world)
+    assert buffers.nonfinite_names() == ["mean", "least"]
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -63,7 +136,7 @@ def test_a_nan_added_to_the_sums_does_not_change_the_loss_of_backward(on_host: b
 
     # exp: backward uses its result
     loss = accumulator.add(Outcome(x.exp(), 3), samples=3, replaced=0)
-    accumulator.set_requests((), torch.tensor(torch.nan))
+    accumulator.set_requests((), nonfinite=torch.tensor(torch.nan))
     loss.backward()
     first, *_ = accumulator.take()
 
@@ -72,12 +145,15 @@ def test_a_nan_added_to_the_sums_does_not_change_the_loss_of_backward(on_host: b
     assert [float(total) for total in accumulator.totals] == [loss.item()]
 
 
-def test_only_changed_buffers_that_were_finite_are_checked(model: nn.Module) -> None:
+def test_only_changing_values_that_were_finite_are_checked(model: nn.Module) -> None:
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     buffers = Buffers(model)
     buffers.keep()
+    model.mean.add_(1)
+    model.mask[0] = 1
+    buffers.agree(World(LaunchInfo(), torch.device("cpu"), 1))
+    buffers.keep()
 
-    buffers.watch({model.mean, model.mask})
     before = buffers.nonfinite()
     model.mean.add_(torch.inf)
     model.cache.add_(torch.inf)

@@ -43,7 +43,8 @@ CHANGES = {
     "schedule.name": "constant", "precision.dtype": "bf16", "precision.compile": "off",
     "precision.channels_last": "off", "parallel.sync_bn": "off", "optim.betas": "0.5 0.6",
     "parallel.reduction": "canonical", "checkpoint.on_error": "stop", "data.on_error": "skip",
-    "log.level": "debug", "eval.best": "val_loss:min", "nonfinite.spike_z": "3",
+    "data.order": "keyed", "data.sampler": "mine:Order", "log.level": "debug",
+    "eval.best": "val_loss:min", "nonfinite.spike_z": "3",
     "clip.value": "1"}
 """Another value than in `BASE`, for each setting for which none can be derived."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from trainer.config.schema import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.optim import optimizers
+from trainer.run.model_modes import eval_mode
 
 
 def net() -> nn.Module:
@@ -26,7 +27,6 @@ def net() -> nn.Module:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -> nn.Module:
-    model.train()
     for step in range(steps):
         x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -114,8 +114,8 @@ def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
     before = copy.deepcopy(model.state_dict())
 
     trained(model, optimizers.make_optimizer(Optim(lr=0.1, weight_decay=0.5), model))
-    model.eval()
-    model.train()
+    with eval_mode(model):
+        pass
 
     assert frozen == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
     assert not model[0][1].training
@@ -128,11 +128,9 @@ def test_a_partly_frozen_batch_norm_still_updates_its_statistics():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
 
     optimizers.freeze(model, ["0.weight", "2.weight"])
-    model.train()
     assert [m.training for m in model] == [True, True, True]
 
     optimizers.freeze(model, ["[01].*"])
-    model.train()
     assert [m.training for m in model] == [False, False, True]
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*: matches no trainable"):
         optimizers.freeze(model, ["layer4.*"])

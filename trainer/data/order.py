@@ -1,0 +1,120 @@
+"""Order of the samples of an epoch: a function from places in the epoch to sample indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from trainer import rng
+from trainer.config.schema import Data
+from trainer.errors import ConfigError
+from trainer.task import load_object
+
+Order = Callable[[int, np.ndarray], np.ndarray]
+"""(epoch, places in it) → sample indices, both int64 arrays of the same length."""
+
+LONGEST_TABLE = 1 << 24
+"""Number of samples up to which `auto` is a permutation in a table: 128 MiB, 1.2 s an epoch."""
+ROUNDS = 6
+
+
+def sequential(epoch: int, places: np.ndarray) -> np.ndarray:
+    """The order of the data set."""
+    return places
+
+
+class Permutation:
+    """A random permutation in a table of 8 bytes a sample."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+        self._epoch, self._table = -1, np.empty(0, dtype=np.int64)
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(rng.mix(self._seed, rng.ORDER, epoch))
+            self._epoch = epoch
+            self._table = torch.randperm(self._samples, generator=generator).numpy()
+        return self._table[places]
+
+
+class KeyedPermutation:
+    """A random permutation that is computed where it is needed: it takes neither memory nor time at
+    the start of an epoch.
+
+    A balanced Feistel network (Luby and Rackoff 1988) permutes the numbers below the next power of
+    four. A result that is no sample is permuted again until it is one, which gives a permutation of
+    the samples ("cycle walking", Black and Rogaway 2002). At most 2^62 samples.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+        self._bits = max(1, ((samples - 1).bit_length() + 1) // 2)  # of one half of a number
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        key = rng.mix(self._seed, rng.ORDER, epoch)
+        keys = [rng.mix(number, state=key) for number in range(ROUNDS)]
+        found = places.astype(np.uint64)
+        walking = np.arange(len(found))
+        while len(walking):
+            found[walking] = self._permuted(found[walking], keys)
+            walking = walking[found[walking] >= self._samples]
+        return found.astype(np.int64)
+
+    def _permuted(self, numbers: np.ndarray, keys: list[int]) -> np.ndarray:
+        bits, mask = np.uint64(self._bits), np.uint64((1 << self._bits) - 1)
+        left, right = numbers >> bits, numbers & mask
+        for key in keys:
+            left, right = right, left ^ (rng.mix_array(key, right) & mask)
+        return (left << bits) | right
+
+
+class UserOrder:
+    """`--data.sampler`: an object of the user, called with (epoch, places)."""
+
+    def __init__(self, path: str, dataset: Any, seed: int) -> None:
+        self._path, self._samples = path, len(dataset)
+        self._order = load_object(path, "--data.sampler")(dataset, seed=seed)
+
+    def __len__(self) -> int:
+        """Number of places in an epoch."""
+        return len(self._order) if hasattr(self._order, "__len__") else self._samples
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        found = np.asarray(self._order(epoch, places.copy()))
+        if found.shape != places.shape or not np.issubdtype(found.dtype, np.integer) or not (
+                found.min() >= 0 and found.max() < self._samples):
+            raise ConfigError(
+                f"--data.sampler {self._path}: for {len(places)} places it returned "
+                f"{found.dtype} of shape {found.shape}; return one sample index from 0 to "
+                f"{self._samples - 1} for each place.")
+        return found.astype(np.int64)
+
+
+def make_order(config: Data, dataset: Any, seed: int) -> Order:
+    """The order in which a run reads its training data; a stream has its own."""
+    if isinstance(dataset, IterableDataset):
+        for name, value in (("order", config.order), ("sampler", config.sampler)):
+            config.check(value in ("auto", None), name, "the training data are a stream, which has "
+                         "its own order; remove the flag.", value)
+        return sequential
+    if config.sampler is not None:
+        config.check(config.shuffle == "on" and config.order == "auto", "sampler",
+                     "it makes the order: remove --data.order and --data.shuffle.", config.sampler)
+        return UserOrder(config.sampler, dataset, seed)
+    samples = 0 if dataset is None else len(dataset)
+    if config.shuffle == "off":
+        return sequential
+    if config.order == "keyed" or (config.order == "auto" and samples > LONGEST_TABLE):
+        return KeyedPermutation(samples, seed)
+    return Permutation(samples, seed)
+
+
+def order_name(order: Order) -> str:
+    """A few words about an order, for people."""
+    return {KeyedPermutation: "keyed permutation", Permutation: "permutation",
+            UserOrder: "--data.sampler"}.get(type(order), "in order")
