@@ -65,8 +65,6 @@ def compare_settings(
     Raises:
         ConfigError: a setting that must match has changed; names both values and `--accept`.
     """
-    classes = {name: change for name, _, change in config.leaves()}
-    current, saved = settings(config), _comparable(config, saved)
     changes, refused = list[str](), dict[str, str]()
 
     def must_be_accepted(name: str, what: str, old: object, new: object) -> None:
@@ -79,20 +77,14 @@ def compare_settings(
 
     if now.get("task") != then.get("task"):  # first, since its fields then differ too
         must_be_accepted("task.class", "the task", then.get("task"), now.get("task"))
-    for name in {**saved, **current}:
-        old, new = saved.get(name), current.get(name)
-        change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
-        section = name.partition(".")[0]
-        if section in _CHOOSERS and None in (old, new) and (
-                saved.get(f"{section}.name") != current[f"{section}.name"]):
-            continue  # the other optimizer or schedule doesn't read it
-        if old != new and change == "fixed":
+    for name, change, old, new in _changed_settings(config, saved):
+        if change == "fixed":
             raise ConfigError(
                 f"{flag_of(name)} was {old!r} and is {new!r}: the run has its weights already. "
                 "Give the earlier value, or use another --run-dir for a new run.")
-        if old != new and change == "must_match":
+        if change == "must_match":
             must_be_accepted(name, flag_of(name), old, new)
-        elif old != new and change == "may_change":
+        elif change == "may_change":
             changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
     for split, old, new in _changed_data(now, then):
         must_be_accepted(DATA, f"the fingerprint of the {split} data", old, new)
@@ -113,6 +105,22 @@ def compare_settings(
         changes.append(", ".join(files))
         reasons.append(f"changed: {listed(files)}")
     return ResumeDecision(changes=tuple(changes), reasons=tuple(dict.fromkeys(reasons)))
+
+
+def _changed_settings(
+    config: Config[Any], saved: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Name, class of change, old and new value of each setting with another value."""
+    classes: dict[str, str] = {name: change for name, _, change in config.leaves()}
+    current, saved = settings(config), _comparable(config, saved)
+    for name in {**saved, **current}:
+        old, new, section = saved.get(name), current.get(name), name.partition(".")[0]
+        if section in _CHOOSERS and None in (old, new) and (
+                saved.get(f"{section}.name") != current[f"{section}.name"]):
+            continue  # the other optimizer or schedule doesn't read it
+        if old != new:
+            default = "must_match" if name.startswith("task.") else "ignored"
+            yield name, classes.get(name, default), old, new
 
 
 def _changed_data(

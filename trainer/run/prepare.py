@@ -110,13 +110,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     model, choice = make_model(task, config, world.device)
     if chooses_threads and _is_small(model, config.batch.micro_size):
         world.use_threads(1, "a small model")
-    evaluating, synced = in_evaluation(model), 0
-    if canonical:
-        sync_batchnorm.refuse(model)
-    else:
-        model, synced = sync_batchnorm.convert(
-            model, world.size, world.device.type, world.group,
-            plain=config.parallel.sync_bn != "off")
+    evaluating = in_evaluation(model)
+    model, synced = _synchronise_batch_norms(model, config, world)
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
@@ -130,11 +125,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
                     for split in SPLITS}
     card = {
-        "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
-                           for m in model.modules()),
+        **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
@@ -153,6 +144,26 @@ def prepare(config: Config[Any], world: World) -> Setup:
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer, schedule=schedule,
                  lengths=lengths, data=data, plan=plan, order=order, intervals=intervals,
                  card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
+
+
+def _synchronise_batch_norms(
+    model: nn.Module, config: Config[Any], world: World
+) -> tuple[nn.Module, int]:
+    """The model with synchronised batch norms where the run has them, and their number."""
+    if config.parallel.reduction == "canonical":
+        sync_batchnorm.refuse(model)
+        return model, 0
+    return sync_batchnorm.convert(model, world.size, world.device.type, world.group,
+                                  plain=config.parallel.sync_bn != "off")
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """The part of the card that is about the model."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {"model": type(model).__name__, "parameters": sum(size for size, _ in sizes),
+            "frozen_weights": sum(size for size, is_trained in sizes if not is_trained),
+            "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
+                               for m in model.modules())}
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
