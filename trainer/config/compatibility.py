@@ -88,8 +88,8 @@ def compare_settings(
             changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
     for split, old, new in _changed_data(now, then):
         must_be_accepted(DATA, f"the fingerprint of the {split} data", old, new)
-        if split == "validation":
-            changes.append("best weights and patience begin anew")
+        if split == "validation" and not refused:
+            changes[-1] += "; best weights and patience begin anew"
     _refuse(refused)
     reasons = [*before, *changes]
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")

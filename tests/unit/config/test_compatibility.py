@@ -111,9 +111,9 @@ def test_accepting_one_change_accepts_no_other():
 
 def test_all_refused_changes_are_named_at_once_with_all_flags_that_accept_them():
     now = parsed("--seed=1", "--batch.micro-size=16")
-    with pytest.raises(ConfigError, match=r"--seed was .*; --batch.micro-size was .*; the data's "
-                                          r".*--accept seed --accept batch.micro-size --accept data"
-                       ):
+    with pytest.raises(ConfigError, match=(
+            r"--seed was .*; --batch.micro-size was .*; the fingerprint of the training data was "
+            r".*--accept seed --accept batch.micro-size --accept data")):
         compare_settings(now, saved(), now=HERE | {"data": "another"}, then=HERE)
 
 

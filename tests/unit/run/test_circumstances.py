@@ -112,7 +112,7 @@ def test_a_model_that_does_not_fit_its_checkpoint_is_refused_and_its_weights_beg
     trained(tmp_path / "run", task.Mine(), 4)
     write("code_layers", LAYERS.replace("8", "9"))
 
-    with pytest.raises(ConfigError, match=r"step 4 doesn't fit: model: a\.weight has shape") as end:
+    with pytest.raises(ConfigError, match=r"checkpoint of step 4: a\.weight has shape") as end:
         trained(tmp_path / "run", task.Mine(), 6)
 
     path = str(end.value).partition("--init ")[2].partition(" --init-strict off")[0]
