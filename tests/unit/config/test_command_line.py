@@ -87,7 +87,8 @@ def test_names_have_hyphens_or_underscores_and_run_is_an_alias_of_run_dir(tmp_pa
 # --- lengths
 
 def test_a_recipe_may_begin_with_a_byte_order_mark_and_name_files_that_are_not_utf8(tmp_path):
-    (tmp_path / "marked.toml").write_bytes(b'\xef\xbb\xbf[task]\nclass = "images"\ndata = "fashion-mnist"\nroot = "\xff"\n')
+    (tmp_path / "marked.toml").write_bytes(
+        b'\xef\xbb\xbf[task]\nclass = "images"\ndata = "fashion-mnist"\nroot = "\xff"\n')
 
     assert command_line.parse_config([str(tmp_path / "marked.toml")]).task.root == "\udcff"
 
