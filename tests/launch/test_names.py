@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launches import finish
+from runs import TAPE
 
 from trainer.config import command_line
 
@@ -15,8 +16,10 @@ from trainer.config import command_line
 def test_a_run_with_such_paths_is_killed_and_continued(tmp_path: Path, by: str) -> None:
     run = tmp_path / os.fsdecode(b"r\xc3\xbcn\xff")
     fault = ["--inject=kill:step=2"] * bool(by)
-    launch = finish(run, "--task.root=im\udcff", "--steps=3", "--batch.global-size=32", *fault,
-                    "--checkpoint.every=1", by=by, size=1, LC_ALL="C", PYTHONUTF8="0")
+    tape = f"{tmp_path}/im\udcff"
+    launch = finish(run, *TAPE, f"--task.tape={tape}", "--steps=3", *fault, "--checkpoint.every=1",
+                    by=by, size=1, LC_ALL="C", PYTHONUTF8="0")
 
     assert len(launch.events("start")) == 1 + bool(by)
-    assert command_line.load(run / "config.toml").task.root == "im\udcff"
+    assert command_line.load(run / "config.toml").task.tape == tape
+    assert Path(f"{tape}-0.jsonl").exists()

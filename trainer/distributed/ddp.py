@@ -172,7 +172,7 @@ class Objective(nn.Module):
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
         self._next_is_nan, self._changed, self._nonfinite = False, changed, nonfinite
-        self._is_first_batch = True  # until a forward
+        self._is_first_batch = True  # until a forward with samples
         self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
@@ -188,7 +188,8 @@ class Objective(nn.Module):
         last one of a step carries this rank's requests: its backward reduces gradients and sums."""
         # A stand-in's buffers are put back, so those before it are checked.
         before = self._look_at_buffers() if requests_if_last is not None and not samples else ()
-        is_first, self._is_first_batch = self._is_first_batch, False
+        is_first = self._is_first_batch and samples > 0
+        self._is_first_batch &= not is_first
         with first_batch() if is_first else contextlib.nullcontext():
             outcome = self.loss(self.model, batch)
         if self._look is not None:
