@@ -42,11 +42,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.json: lines",
            "state.json: record*",
            "summary.json: attempts", "summary.json: save_waits", "summary.json: memory.*",
-           "summary.json: model.safetensors")
-"""Entries that may differ between equal runs: paths, faults, memory, a sentence, and `lines`, those
-lines of metrics.jsonl that weren't yet in the file when the checkpoint was saved."""
-ADDED = ("config.toml: *", "state.json: settings.*", "state.json: circumstances.*")
-"""Entries that only the new code may have: settings and circumstances that were added since."""
+           "summary.json: model.safetensors", "*log.tensorboard_every")
+"""Entries that may differ between equal runs: paths, faults, memory, a sentence, `lines`, those
+lines of metrics.jsonl that weren't yet in the file when the checkpoint was saved, and a setting of
+TensorBoard with another default."""
+RECORDED = ("config.toml: *", "summary.json: planned_steps", "state.json: settings.*",
+            "state.json: circumstances.*")
+"""Entries that one side may lack: settings and facts that were added since, and settings that nothing reads, which the new code doesn't record (or as None)."""
 PER_WORLD = ("state.json: circumstances.world_size", "state.json: rng")
 """Entries that differ between two equal runs of different numbers of ranks."""
 
@@ -125,7 +127,8 @@ class Check:
         found = [f"{key}: {a.get(key, 'nothing'):.70} | {b.get(key, 'nothing'):.70}"
                  for key in {**a, **b} if a.get(key) != b.get(key)
                  and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))
-                 and (key in a or not any(fnmatchcase(key, p) for p in ADDED))]
+                 and not (any(fnmatchcase(key, p) for p in RECORDED)
+                          and (key not in a or b.get(key, "None") == "None"))]
         if len(found) > SHOWN:
             found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
         code, output = self.python(
