@@ -48,7 +48,8 @@ lines of metrics.jsonl that weren't yet in the file when the checkpoint was save
 TensorBoard with another default."""
 RECORDED = ("config.toml: *", "summary.json: planned_steps", "state.json: settings.*",
             "state.json: circumstances.*")
-"""Entries that one side may lack: settings and facts that were added since, and settings that nothing reads, which the new code doesn't record (or as None)."""
+"""Entries that one side may lack: settings and facts that were added since, and settings that
+nothing reads, which the new code doesn't record (or as None)."""
 PER_WORLD = ("state.json: circumstances.world_size", "state.json: rng")
 """Entries that differ between two equal runs of different numbers of ranks."""
 
