@@ -183,7 +183,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
 
 def _keep_cuda_usable() -> None:
     """Let `torch.cuda.is_available()` in an imported module not initialise the driver, which no
-    fork could use then: torch asks NVML, or is told that there is no device."""
+    fork could use then: torch then asks NVML, or sees no device."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         ctypes.CDLL("libcuda.so.1")

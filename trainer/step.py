@@ -51,8 +51,6 @@ class StepResult(NamedTuple):
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
     """Estimated seconds that this rank waited for other ranks."""
-    save_stall_s: float = 0.0
-    """Seconds that the update waited for a save to copy the state."""
 
     @property
     def skipped(self) -> bool:
@@ -166,8 +164,6 @@ class Step:
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
-    before_update: Callable[[], None] = lambda: None
-    """Called before parameters and optimizer state change."""
 
     def __post_init__(self) -> None:
         state, compute = self.state, self.compute
@@ -228,9 +224,9 @@ class Step:
             loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         self.boundary.close()
         self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
-        save_stall_s = 0.0 if skip_reason else self._prepare_update(step)
         self.status.begin_update()
         if not skip_reason:
+            self._key_update(step)
             self.scaler.step(self.optimizer)
             self.schedule.step()
             if self.ema is not None:
@@ -247,7 +243,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
-            save_stall_s=save_stall_s, communication_s=self.compute.communication.take_wait_s())
+            communication_s=self.compute.communication.take_wait_s())
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
@@ -268,15 +264,11 @@ class Step:
         buffers.broadcast(self.world)
         return sums
 
-    def _prepare_update(self, step: int) -> float:
-        """Wait for a save to copy the state; key the randomness of the update. Returns seconds."""
-        began = time.perf_counter()
-        self.before_update()
-        save_stall_s = time.perf_counter() - began
-        if self.own_update:  # the key is equal on all ranks
+    def _key_update(self, step: int) -> None:
+        """Key the randomness of the update of a user's optimizer, equally on all ranks."""
+        if self.own_update:
             rng.seed_all(step, UPDATE, state=rng.mix(self.state.seed, rng.MICRO),
                          devices=self.parameters[0].device.type != "cpu")
-        return save_stall_s
 
     def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream."""

@@ -50,7 +50,7 @@ class Recorders:
     def step(self, result: StepResult, *, waited_s: float, blocked_s: float) -> None:
         """Record a step, with the total seconds of waiting for data and for saves so far."""
         times = self.metrics.step(result, waited_s=waited_s)
-        self.timing.add(result.step, times, samples=result.sums.samples, save_stall_s=blocked_s)
+        self.timing.add(result.step, times, samples=result.sums.samples, blocked_s=blocked_s)
         if result.step == self.rate_end[0]:
             self.warn(self.rate_end[1])
 

@@ -213,10 +213,10 @@ class Metrics:
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
-        compute = (result.seconds - data - result.save_stall_s if result.device_s is None
+        compute = (result.seconds - data if result.device_s is None
                    else result.device_s) - waits
         times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
-                 "communication": waits, "held": result.save_stall_s}
+                 "communication": waits}
         self._record(step_line(result), dict(times))  # a copy: a sink of the user may change it
         return times
 

@@ -62,9 +62,8 @@ class StepTiming:
         self._rank, self._size, self._attempt, self._warn = rank, size, attempt, warn
         self._workers, self._cores, self._memory = workers, cores, memory
         self._clock, self._now = clocks.monotonic, clocks.wall
-        self._sums = dict.fromkeys((*PARTS, "held"), 0.0)
+        self._sums = dict.fromkeys(PARTS, 0.0)
         self._count = self._samples = self._step = 0
-        self._held_s = 0.0
         self._stride, self._marks = 1, list[TimingMark]()
         self._file: AppendFile | None = None
         self._began_s = self._next_s = self._clock()
@@ -82,14 +81,14 @@ class StepTiming:
         self._next_s = self._began_s + EVERY_S
 
     def add(self, step: int, times: Mapping[str, float], *, samples: int,
-            save_stall_s: float) -> None:
+            blocked_s: float) -> None:
         """Add the times of a step, and the seconds of saves that blocked this rank so far."""
         sums = self._sums
         for part, seconds in times.items():
             sums[part] += seconds
         self._count += 1
         self._samples += samples
-        self._step, self._held_s = step, save_stall_s
+        self._step, sums["save"] = step, blocked_s
         if self._count % self._stride:
             return
         mark, marks = self._mark(), self._marks
@@ -105,7 +104,6 @@ class StepTiming:
 
     def _mark(self) -> TimingMark:
         sums = self._sums
-        sums["save"] = sums["held"] + self._held_s
         return [self._count, self._step, self._samples, self._now(), *(sums[p] for p in PARTS)]
 
     @property

@@ -39,8 +39,8 @@ class World:
             self.now += max(own)
             for timing, own_s in zip(self.ranks, own, strict=True):
                 times = {"step": max(own), "data": data, "compute": own_s - data,
-                         "communication": max(own) - own_s, "held": 0.0}
-                timing.add(self.step, times, samples=8, save_stall_s=0.0)
+                         "communication": max(own) - own_s}
+                timing.add(self.step, times, samples=8, blocked_s=0.0)
             if beat and len(self.ranks) > 1 and self.ranks[0].due:
                 self.ranks[0].collect([timing.message() for timing in self.ranks])
 
