@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
-        "schedule, scaler, progress; random states if both have the same number of ranks) and "
-        "metrics.jsonl. The settings and circumstances (threads, versions, devices, data, code) "
-        "that differ are printed before the first difference. Exit code 0: same bits; 1: they "
-        "differ; 2: a run can't be read or isn't finished.")
+        "schedule, scaler, progress, position in a stream; random states if both have the same "
+        "number of ranks) and metrics.jsonl. The settings and circumstances (threads, versions, "
+        "devices, data, code) that differ are printed before the first difference. Exit code 0: "
+        "same bits; 1: they differ; 2: a run can't be read or isn't finished.")
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--at", type=int, metavar="STEP",
@@ -44,10 +44,11 @@ def main(argv: Sequence[str]) -> int:
         first = next(differences(options.run_a, options.run_b, at=options.at), None)
         found = [] if first is None else [
             *_condition_differences(options.run_a, options.run_b, at=options.at), first]
+        note = _source_note(options.run_a, options.run_b, at=options.at)
     except RunUnreadable as problem:
         print(f"can't compare: {problem}")
         return 2
-    print(f"different: {'; '.join(found)}" if found else "same bits")
+    print(f"different: {'; '.join(found)}" if found else f"same bits{note}")
     return 1 if found else 0
 
 
@@ -65,13 +66,32 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
         else:
             yield from _tensor_differences(
                 name, *(tensorfile.load_tensors(info.path / name) for info in infos))
-    facts = [_facts(info) for info in infos]
+    facts = [_without_sources(_facts(info)) for info in infos]
     for part in COMPARED:
         yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
     if len(facts[0]["rng"]) == len(facts[1]["rng"]):
         yield from _value_differences("rng", facts[0]["rng"], facts[1]["rng"])
     if at is None:
         yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
+
+
+def _without_sources(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts without the states of a stream's sources: these keep books of their own, such as
+    where they were loaded, and may differ at the same place. The place of each lane follows from
+    the step and from the first step of its epoch."""
+    if "stream" not in facts["parts"]:
+        return facts
+    stream = {name: value for name, value in facts["parts"]["stream"].items() if name != "feeds"}
+    return {**facts, "parts": {**facts["parts"], "stream": stream}}
+
+
+def _source_note(run_a: Path, run_b: Path, *, at: int | None) -> str:
+    """A note if the states of the sources of two equal runs differ, which aren't compared."""
+    one, other = ([lane["state"] for lane in _facts(_checkpoint(run, at))["parts"].get(
+        "stream", {}).get("feeds", ())] for run in (run_a, run_b))
+    return "" if one == other else (
+        "\nThe position in the stream and all losses are equal. The states of its sources differ, "
+        "as after a restart; they are not compared.")
 
 
 def _condition_differences(run_a: Path, run_b: Path, *, at: int | None) -> Iterator[str]:

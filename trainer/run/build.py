@@ -113,8 +113,8 @@ def _find_resumption(
     Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
-    doubts = startup_checks.check_stream(setup, context.log, config.seed)
     if found is None:
+        doubts = startup_checks.check_stream(setup, world, context.log, config)
         report, more = _initialize(context, setup)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
@@ -132,7 +132,7 @@ def _find_resumption(
     setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=[*saved.inexact, *doubts])
+                                              before=saved.inexact)
     context.status.move_to(position)
     if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)

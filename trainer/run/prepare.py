@@ -21,7 +21,7 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_name
 from trainer.data.sampler import BatchPlan
-from trainer.data.stream_reader import first_samples, known_length
+from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
@@ -83,6 +83,15 @@ class Setup:
     def collate(self) -> Callable[[list[Any]], Any]:
         """Makes a batch of samples."""
         return getattr(self.task, "collate", batches.collate)
+
+    def stream_spec(self, config: Config[Any]) -> StreamSpec | None:
+        """How the training data are read, if they are a stream."""
+        if not isinstance(self.data["train"], IterableDataset):
+            return None
+        return StreamSpec(
+            dataset=self.data["train"], seed=config.seed, collate=self.collate,
+            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
+            read_through=config.data.stream_resume == "read-through")
 
     def steps(self, duration: Duration) -> int:
         """A duration in optimizer steps."""

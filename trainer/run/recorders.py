@@ -24,7 +24,6 @@ from trainer.data.loader import MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import StreamSpec
 from trainer.data.workers import DataReader
 from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
@@ -54,10 +53,7 @@ def open_source(
     """Open the source of the micro-batches at the position of `state.progress`. A stream becomes a
     part of the state, and begins at its position in the checkpoint `found`."""
     config, world, data = context.config, context.world, setup.data["train"]
-    if isinstance(data, IterableDataset):
-        spec = StreamSpec(
-            dataset=data, seed=config.seed, collate=setup.collate,
-            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size)
+    if (spec := setup.stream_spec(config)) is not None:
         stream = StreamReader(
             spec, rank=world.rank, num_ranks=world.size, workers=setup.workers,
             prefetch=config.data.prefetch, device=world.device,
