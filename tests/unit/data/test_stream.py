@@ -277,7 +277,7 @@ class Sources(IterableDataset):
     lambda lane: Loader(Prefetcher(ParallelMapper(
         sampled(lane, generator=torch.Generator().manual_seed(lane)), rows(lane).__getitem__,
         num_workers=2, snapshot_frequency=3), 2, snapshot_frequency=2)),
-    lambda lane: iter(Loader(ParallelMapper(mixture(lane), float, num_workers=2))),
+    lambda lane: iter(Loader(mixture(lane))),
     Typed,
     lambda lane: StatefulDataLoader(rows(lane), batch_size=None, shuffle=True),
 ], ids=["node", "loader", "sampler", "threads", "mixture", "typed", "stateful-dataloader"])
