@@ -170,8 +170,8 @@ def test_a_wrong_state_is_refused_by_name_and_each_way_on_works(ranks, tmp_path,
     straight = whole(run(ranks, 1, tmp_path / "straight", "--steps=6", "--data.workers=0",
                          kind="lanes", sizes="20,20,20,20"), 1)
     run(ranks, 2, tmp_path / "refused", "--steps=6", code=2, **fields)
-    assert "stream_task.Behind after 2 samples of lane 0 of the training stream continues at " \
-        "sample 1" in capsys.readouterr().out
+    assert "the state of stream_task.Behind after 2 samples of lane 0 of the training stream " \
+        "brings back another sample 2" in capsys.readouterr().out
     assert not (tmp_path / "refused").exists()
 
     for way in ("read-through", "state"):
@@ -182,4 +182,4 @@ def test_a_wrong_state_is_refused_by_name_and_each_way_on_works(ranks, tmp_path,
             found += whole(folder, 2)
         assert (found == straight) == (way == "read-through")
         inexact = " ".join(state(folder, 6)["inexact"])
-        assert ("continues at sample 1" in inexact) == (way == "state")
+        assert ("another sample 2" in inexact) == (way == "state")

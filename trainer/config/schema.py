@@ -413,7 +413,7 @@ class Config(Section, Generic[TaskT]):
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
     start_checks: OnOff = setting("on", "ignored")
     """Check at the start, on the first micro-batch, what exactness needs of the task; off: train
-    without the checks of the loss."""
+    without the checks of the loss and of a stream's states."""
     accept: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
     inject: tuple[str, ...] = setting((), "ignored", repeatable=True)
