@@ -136,6 +136,8 @@ class Rank:
             signal.pause()
 
     def stopped(self, _: str) -> None:
+        """Stop itself; a request that comes before that stays pending."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self.note("serving")
         os.kill(os.getpid(), signal.SIGSTOP)
 
