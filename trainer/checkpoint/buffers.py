@@ -176,13 +176,15 @@ class Buffers:
                        "restart gives other bits")
         return bool(everywhere[-1]["nonfinite"])
 
-    def broadcast(self, world: World) -> None:
+    def broadcast(self, world: World) -> bool:
         """Collective. Make buffers equal on all ranks that each rank changes separately. The last
-        rank is the source: it has an empty micro-batch only at the end of a stream's epoch."""
+        rank is the source: it has an empty micro-batch only at the end of a stream's epoch. Returns
+        whether there are such buffers; a GPU may not have received them yet."""
         moving = {id(s.original): s.original for s in self._slots
                   if s.moves and s.original is not None and id(s.original) not in self._shared}
         if moving:
             world.broadcast(list(moving.values()), world.size - 1)
+        return bool(moving) and world.size > 1
 
     def replicated(self) -> dict[str, Tensor]:
         """The buffers that must be equal on all ranks at a step boundary, by name."""
