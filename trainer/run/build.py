@@ -345,5 +345,6 @@ def _write_description(
         label, why = "equivalent", "--numerics.deterministic is off"
     elif world.device.type == "mps":
         label, why = "equivalent", "mps has no deterministic kernels"
+    gpu = {key: value for key, value in resumption.circumstances.items() if key == "gpu"}
     files.replace_json(path / layout.ENVIRONMENT,
-                       run_dir.environment(world, card, label=label, why=why))
+                       run_dir.environment(world, {**card, **gpu}, label=label, why=why))

@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.distributed import nccl
+from trainer.distributed.world import LaunchInfo, World
+from trainer.run import circumstances
 
 POISONED = """
 import os, sys
@@ -47,3 +51,39 @@ def test_the_watchdog_of_nccl_is_off_unless_the_user_has_set_it(before, kept, mo
     assert nccl.configure() == kept
     expected = nccl.SETTINGS | dict(text.split("=") for text in kept)
     assert {name: os.environ[name] for name in nccl.SETTINGS} == expected
+
+
+@pytest.mark.parametrize(("reduction", "size", "more"), [
+    ("ddp", 16, {"NCCL": "2.30.7", "the variables of NCCL": "NCCL_ALGO=Ring NCCL_NTHREADS=256",
+                 "the GPUs of the hosts": "8 × NVIDIA H100, with peer access; 8 × NVIDIA H100, "
+                                          "without peer access"}),
+    ("ddp", 1, {}), ("canonical", 16, {})])
+def test_what_decides_the_order_of_sums_on_gpus_is_recorded(
+    reduction: str, size: int, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def access(one: int, other: int) -> bool:
+        assert one != other
+        return True
+
+    for name, value in (("get_device_name", lambda device: "NVIDIA H100"),
+                        ("device_count", lambda: 8), ("can_device_access_peer", access)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    for name, value in (("ALGO", "Ring"), ("NTHREADS", "256"), ("DEBUG_SUBSYS", "INIT"),
+                        ("SOCKET_IFNAME", "=lo")):
+        monkeypatch.setenv(f"NCCL_{name}", value)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    world = World(LaunchInfo(size=size, local_size=min(size, 8)), torch.device("cuda"), 1)
+    others = [None] * 7 + ["8 × NVIDIA H100, without peer access"] + [None] * 7
+    monkeypatch.setattr(world, "gather_json", lambda value: [value, *others])
+    monkeypatch.setattr(world, "broadcast_json", lambda value: value)
+    config = SimpleNamespace(parallel=SimpleNamespace(reduction=reduction))
+
+    found = circumstances._of_gpus(SimpleNamespace(world=world, config=config))
+
+    assert found.pop("CUDA") == torch.version.cuda
+    assert "NVIDIA driver" in found
+    del found["NVIDIA driver"]
+    assert found == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | more
