@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from trainer.commands.train import Training
+from trainer.config.schema import Config
 from trainer.distributed import nccl
+from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import LaunchInfo, World
+from trainer.resilience import watchdog
+from trainer.resilience.stop_signals import StopSignals
 from trainer.run import circumstances
+from trainer.telemetry.events import Log
 
 POISONED = """
 import os, sys
@@ -87,3 +95,33 @@ def test_what_decides_the_order_of_sums_on_gpus_is_recorded(
     assert "NVIDIA driver" in found
     del found["NVIDIA driver"]
     assert found == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | more
+
+
+def test_nccl_is_initialised_under_the_watchdog_since_it_waits_for_a_missing_rank(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(LaunchInfo(size=2, local_size=2), torch.device("cuda"), 1)
+    seen = list[object]()
+
+    class Stopped(Exception):
+        pass
+
+    class Watching:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+        def __enter__(self) -> None:
+            seen.append("watchdog")
+        def __exit__(self, *arguments: object) -> None: ...
+
+    def new_group(**options: object) -> None:
+        seen.append(waits_for(threading.get_ident(), sys._getframe()))
+        raise Stopped
+
+    monkeypatch.setattr(watchdog, "Watchdog", Watching)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(world, "gather_json", lambda value: [value, "other"])
+    with pytest.raises(Stopped):
+        Training(Log(level="error"), StopSignals()).run(Config(), world)
+
+    assert seen == ["watchdog", WaitsFor.DEVICE]
