@@ -26,7 +26,9 @@ from trainer.telemetry.events import Log
 POISONED = """
 import os, sys
 from launch.fork_server import load_entry
-assert load_entry("at_import:main", [])[0] == 0
+code, _ = load_entry("at_import:main", [])
+if code:
+    sys.exit(code)
 import torch
 if not os.fork():
     os._exit(torch.cuda._is_in_bad_fork())
@@ -34,16 +36,21 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_module_that_asks_for_cuda_at_import_does_not_spoil_the_forks(tmp_path: Path) -> None:
-    """torch refuses CUDA in a fork of a process that has initialised the driver."""
+@pytest.mark.parametrize(("env", "code"), [({}, 0), ({"PYTORCH_NVML_BASED_CUDA_CHECK": "0"}, 2)])
+def test_a_module_that_asks_for_cuda_at_import_does_not_spoil_the_forks(
+    env: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    """torch refuses CUDA in a fork of a process that has initialised the driver. Where that can't
+    be avoided, nothing is started."""
     (tmp_path / "at_import.py").write_text(
         "import torch\nFOUND = torch.cuda.is_available()\n\n\ndef main(argv):\n    return 0\n")
 
     done = subprocess.run([sys.executable, "-c", POISONED], cwd=Path(__file__).parents[3],
-                          env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"},
-                          timeout=200, check=False)
+                          env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}", **env},
+                          timeout=200, check=False, capture_output=True, text=True)
 
-    assert done.returncode == 0
+    assert done.returncode == code
+    assert ("has initialized CUDA" in done.stderr) is bool(code)
 
 
 @pytest.mark.parametrize(("before", "kept"), [
