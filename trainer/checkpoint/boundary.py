@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.snapshot import Live, Snapshot
+from trainer.storage.layout import MODEL
 from trainer.telemetry.status import Phase, Status
 
 
@@ -36,6 +37,7 @@ class StepBoundary:
         self.on_cuda = self._device.type == "cuda"
         self._event = torch.cuda.Event() if self.on_cuda else None
         self._arrival = torch.cuda.Event(blocking=True) if self.on_cuda else None
+        self._parameters = list(model.parameters())
         self.snapshot = Snapshot(self._device)
         """Copies of the state for saves, which a GPU may make until the update of the next step."""
         status.on_phase(self._protect_outside_steps)
@@ -45,14 +47,15 @@ class StepBoundary:
 
     def copy(self, state: Live) -> dict[str, dict[str, Tensor]]:
         """Copy the state for a save: see `Snapshot.take`."""
-        moving = {live.data_ptr() for live, _ in self.buffers.pairs()}
+        moving = {tensor.data_ptr() for tensor in state[MODEL].values()} - {
+            parameter.data_ptr() for parameter in self._parameters}
         copies = self.snapshot.take(state, moving=moving)
         self._protect_outside_steps(self._status.phase)
         return copies
 
     def _protect_outside_steps(self, phase: Phase) -> None:
-        """Between two steps of the training nothing changes the state but the forward its
-        buffers; elsewhere anything may, such as the exchange of weights and their average."""
+        """From a save to the next update only the forward changes the state, and no parameters;
+        elsewhere anything may change it, such as the exchange of weights and their average."""
         if phase is not Phase.TRAIN or not self.only_buffers_change:
             self.snapshot.protect()
 

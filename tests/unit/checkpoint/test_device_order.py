@@ -163,3 +163,18 @@ def test_a_survivor_saves_the_boundary_beside_a_kernel_that_never_ends(by, run: 
         assert "stuck" not in run.recorder.before.get(work, ())
     saved = run.saved(1)
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
+
+
+def test_the_memory_of_the_first_save_is_made_at_the_start(run: Run) -> None:
+    def addresses() -> dict[str, int]:
+        return {f"{file} {name}": copy.data_ptr()
+                for file, copies in run.boundary.snapshot._copies.items()
+                for name, copy in copies.items()}
+
+    run.checkpoint.allocate()
+    made = addresses()
+    run.train()
+    run.checkpoint.save("periodic")
+
+    assert made
+    assert addresses() == made
