@@ -40,13 +40,16 @@ class StepBoundary:
         self._parameters = list(model.parameters())
         self.snapshot = Snapshot(self._device)
         """Copies of the state for saves, which a GPU may make until the update of the next step."""
-        status.on_phase(self._protect_outside_steps)
+        if self.on_cuda:
+            status.on_phase(self._protect_outside_steps)
 
     def note_constant_parameters(self) -> None:
         self.only_buffers_change = True
 
     def copy(self, state: Live) -> dict[str, dict[str, Tensor]]:
         """Copy the state for a save: see `Snapshot.take`."""
+        if not self.on_cuda:
+            return self.snapshot.take(state)
         moving = {tensor.data_ptr() for tensor in state[MODEL].values()} - {
             parameter.data_ptr() for parameter in self._parameters}
         copies = self.snapshot.take(state, moving=moving)

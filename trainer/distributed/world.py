@@ -154,13 +154,15 @@ class World:
         # A library may open and close connections of its own, as NCCL does: only those of gloo's
         # groups show the death of a peer.
         before = sockets.connections()
-        self._metrics, self._control, *gradients = (
+        self._metrics, self._control = (
             cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-            for limit in (timeout, long_timeout, *[timeout] * (not on_cuda)))
+            for limit in (timeout, long_timeout))
+        self._refuse_different_devices()
+        if not on_cuda:
+            self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         self._inodes = frozenset(
             inode for inode, ports in sockets.connections().items()
             if inode not in before and self.launch.master_port not in ports)
-        self.group = gradients[0] if gradients else None
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
@@ -174,6 +176,18 @@ class World:
                 self.group = cast(dist.ProcessGroup, dist.new_group(
                     backend="nccl", timeout=timedelta(seconds=self._long_timeout_s),
                     device_id=self.device))
+
+    def _refuse_different_devices(self) -> None:
+        """Collective. Refuse ranks on GPUs beside ranks on CPUs: no group has both."""
+        everywhere = self.gather_json(self.device.type)
+        if len(set(everywhere)) > 1:
+            ranks = "; ".join(
+                f"{kind}: {errors.listed(r for r, k in enumerate(everywhere) if k == kind)}"
+                for kind in sorted(set(everywhere)))
+            raise errors.from_rank(0, ConfigError(
+                f"--device: the ranks have different devices ({ranks}). A host whose GPUs "
+                "PyTorch does not find (see nvidia-smi there) has to be left out, or use "
+                "--device cpu."))
 
     def _refuse_shared_device(self) -> None:
         """Collective. Refuse a GPU that several ranks use: NCCL would wait for ever."""

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from trainer.commands.train import Training
 from trainer.config.schema import Config
 from trainer.distributed import nccl
+from trainer.distributed import world as world_module
 from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import LaunchInfo, World
+from trainer.errors import ConfigError
 from trainer.resilience import watchdog
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import circumstances
@@ -132,3 +135,17 @@ def test_nccl_is_initialised_under_the_watchdog_since_it_waits_for_a_missing_ran
         Training(Log(level="error"), StopSignals()).run(Config(), world)
 
     assert seen == ["watchdog", WaitsFor.DEVICE]
+
+
+def test_ranks_on_gpus_and_ranks_on_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device auto` takes the CPU on a host whose driver fails; the groups would never form."""
+    world = World(LaunchInfo(size=3, local_size=3), torch.device("cpu"), 1)
+    made = list[str]()
+    monkeypatch.setattr(world_module, "join_attempt", lambda *_: ("nonce", HashStore()))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: None)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **options: made.append(options["backend"]))
+    monkeypatch.setattr(world, "gather_json", lambda value: [value, "cuda", value])
+
+    with pytest.raises(ConfigError, match=r"\(cpu: 0, 2; cuda: 1\)"):
+        world._join(1.0)
+    assert made == ["gloo", "gloo"]
