@@ -101,22 +101,6 @@ _SHORTAGE = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
     "no space left on device|disk quota exceeded|too many open files", re.IGNORECASE)
 
-_LIMITS = (
-    ("too many open files", "raise the limit of open files: ulimit -n 4096"),
-    ("file too large", "raise the limit of a file's size: ulimit -f unlimited"),
-    (r"\[errno 12\]|failed to map segment",
-     "raise the limit of memory: ulimit -v, or the cgroup's"),
-    ("can't start new thread|resource temporarily unavailable",
-     "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
-    (r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
-     "/dev/shm is full: enlarge it (docker run --shm-size 8g; mount -o remount,size=8g /dev/shm), "
-     "or use --data.workers 0"),
-    ("disk quota exceeded", "make room, or raise the quota"),
-    ("no space left on device", "make room on that disk"),
-)
-"""Exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
-dynamic linker's ImportErrors only the message tells."""
-
 _GPU_MEMORY = re.compile(
     r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure \d+ 'out of memory'")
 """GPU memory that runs out outside of torch's allocator: a context, cuBLAS, cuDNN, NCCL."""
@@ -132,6 +116,22 @@ _GPU = (
      "--data.workers 0"),
 )
 """Errors of a GPU, which the host meets later, at any line: a pattern, and the remedy."""
+_LIMITS = (
+    *_GPU,
+    ("too many open files", "raise the limit of open files: ulimit -n 4096"),
+    ("file too large", "raise the limit of a file's size: ulimit -f unlimited"),
+    (r"\[errno 12\]|failed to map segment",
+     "raise the limit of memory: ulimit -v, or the cgroup's"),
+    ("can't start new thread|resource temporarily unavailable",
+     "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
+    (r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
+     "/dev/shm is full: enlarge it (docker run --shm-size 8g; mount -o remount,size=8g /dev/shm), "
+     "or use --data.workers 0"),
+    ("disk quota exceeded", "make room, or raise the quota"),
+    ("no space left on device", "make room on that disk"),
+)
+"""Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
+dynamic linker's ImportErrors only the message tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +193,11 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error at a system limit or of a GPU; "" if none is known."""
+    """Remedy for an error at a system limit; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
-            for words, helps in _LIMITS + _GPU:
+            for words, helps in _LIMITS:
                 if re.search(words, text_of(seen), re.IGNORECASE):
                     return helps
         seen = seen.__cause__

@@ -24,22 +24,6 @@ def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
     assert not lost_peer(raised(RuntimeError("another"), gloos))
 
 
-@pytest.mark.parametrize(("text", "is_import"), [
-    ("No module named 'nowhere'", True),
-    ("libx.so: failed to map segment from shared object", False)])
-def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
-    assert diagnose(raised(ImportError(text))).is_import == is_import
-
-
-def test_of_a_group_what_is_in_it_is_told_and_the_line_of_the_first():
-    found = diagnose(raised(ExceptionGroup("two at once", [raised(MemoryError()), KeyError("b")])))
-
-    assert found.message == "two at once (MemoryError; KeyError: 'b')"
-    assert found.where is not None
-    assert found.where.endswith("in raised")
-    assert found.memory == "rank"
-
-
 @pytest.mark.parametrize(("text", "memory", "helps"), [
     ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "rank", ""),
     ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "rank", ""),
@@ -55,3 +39,19 @@ def test_errors_of_a_gpu_have_a_remedy(text: str, memory: str | None, helps: str
 
     assert found.memory == memory
     assert helps in found.message
+
+
+@pytest.mark.parametrize(("text", "is_import"), [
+    ("No module named 'nowhere'", True),
+    ("libx.so: failed to map segment from shared object", False)])
+def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
+    assert diagnose(raised(ImportError(text))).is_import == is_import
+
+
+def test_of_a_group_what_is_in_it_is_told_and_the_line_of_the_first():
+    found = diagnose(raised(ExceptionGroup("two at once", [raised(MemoryError()), KeyError("b")])))
+
+    assert found.message == "two at once (MemoryError; KeyError: 'b')"
+    assert found.where is not None
+    assert found.where.endswith("in raised")
+    assert found.memory == "rank"
