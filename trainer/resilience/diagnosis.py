@@ -130,8 +130,8 @@ _LIMITS = (
     ("disk quota exceeded", "make room, or raise the quota"),
     ("no space left on device", "make room on that disk"),
 )
-"""Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
-dynamic linker's ImportErrors only the message tells."""
+"""Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's
+RuntimeErrors and the dynamic linker's ImportErrors only the message tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
