@@ -106,8 +106,9 @@ class MetricAccumulator:
         self.names = names
         self.named_losses = len(outcome.total) if isinstance(outcome.total, Mapping) else 0
         numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
-        row: list[Any] = [float(n) if self._on_host or not isinstance(n, Tensor) or n.is_cpu
-                          else n.detach().reshape(()) for n in numbers]
+        row: list[Any] = [n.detach() if isinstance(n, Tensor) else n for n in numbers]
+        row = [n if isinstance(n, Tensor) and not (self._on_host or n.is_cpu) else float(n)
+               for n in row]
         if not samples:
             row, total = [0.0] * len(row), total * 0
         self._rows.append(row)
@@ -253,7 +254,8 @@ class Objective(nn.Module):
         return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
-        return sums if self._on_host or isinstance(sums, Tensor) else stack(sums, self._device)
+        as_it_is = self._on_host or isinstance(sums, Tensor) or not sums
+        return sums if as_it_is else stack(sums, self._device)
 
     def forget(self) -> None:
         """Reset, after forwards that belong to no step."""
