@@ -26,7 +26,7 @@ READS = {f"aten::{name}": value for name, value in {
 
 class HostWaits(TorchDispatchMode):
     """Records each operation for which the host waits: (file:function of the innermost frame of the
-    project, or else of torch; why). What it would read from the device is 1."""
+    project, or else of torch; why). What it would read is 0.5, 1 or True."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class HostWaits(TorchDispatchMode):
         if name in READS and any(t.is_cuda for t in tensors):
             self.note(name)
         if name == "aten::_local_scalar_dense":
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            return 0.5 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         if READS.get(name) is not None:
             return READS[name]
         if name == "aten::_to_copy" and not kwargs.get("non_blocking"):
@@ -135,15 +135,20 @@ def _update_stats(x, mean, variance, momentum):
     return values.mean(1), values.var(1, correction=0)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """An update in place, of tensors without values."""
+
+
 @contextlib.contextmanager
 def emulated(key: str) -> Iterator[None]:
-    """Context in which the CUDA kernels of batch norms exist for another dispatch key, by their
-    definitions."""
+    """Context in which CUDA kernels that torch defines for no other device exist for a dispatch
+    key: those of batch norms by their definitions."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in (
                 ("batch_norm_elemt", _elemt), ("batch_norm_backward_reduce", _backward_reduce),
                 ("batch_norm_backward_elemt", _backward_elemt),
-                *([("batch_norm_update_stats", _update_stats)] if key == "Meta" else [])):
+                *([("batch_norm_update_stats", _update_stats), ("_fused_sgd_", _nothing)]
+                  if key == "Meta" else [])):
             library.impl(name, function, key)
         yield
 
@@ -165,7 +170,8 @@ def waits_in(read: Callable[[int], list[float]] = lambda size: [1.0] * size
     waits = HostWaits()
     with (FakeTensorMode(allow_non_fake_inputs=True), waits, _Calls(waits),
           mock.patch.object(FakeTensor, "tolist", lambda tensor: _tolist(waits, read, tensor)),
-          mock.patch("torch.cuda.Event", lambda **_: _event(waits)),
-          mock.patch("torch.cuda.synchronize", lambda *_: waits.note("synchronize")),
-          mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)):
+          mock.patch("torch.cuda.Event", side_effect=lambda **_: _event(waits)),
+          mock.patch("torch.cuda.synchronize", side_effect=lambda *_: waits.note("synchronize")),
+          mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+          mock.patch("trainer.rng.preserved", contextlib.nullcontext)):
         yield waits

@@ -1,0 +1,108 @@
+"""64 ranks make the same collectives in the same order. torch's "fake" process group has any number
+of ranks in one process, and no data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer import Outcome
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.data.map_dataset import MicroBatch
+from trainer.data.sampler import BatchPlan, MicroBatchSpec
+from trainer.distributed import sync_batchnorm
+from trainer.distributed.ddp import Objective, wrap
+from trainer.distributed.partition import block, micro_batches_per_rank
+from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
+from trainer.distributed.world import World
+from trainer.step import Step
+
+RANKS, MICRO_BATCHES = 64, 80  # some ranks have two micro-batches, the others one and a stand-in
+Call = tuple[Any, ...]
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            leaves = tree_leaves((args, kwargs or {}))
+            peers = [n for n in leaves if type(n) is int] if func._schema.name in (
+                "c10d::send", "c10d::recv_") else []
+            tensors = [(t.dtype, tuple(t.shape)) for t in leaves if isinstance(t, Tensor)]
+            self.calls.append((func._schema.name, *peers[:1], *tensors))
+        return func(*args, **kwargs or {})
+
+
+def loss(model: nn.Module, batch: Tensor) -> Outcome:
+    return Outcome(model(batch).square().sum(), len(batch))
+
+
+def calls_of(rank: int, canonical: bool) -> list[Call]:
+    """The collectives of a rank's second step."""
+    dist.init_process_group("fake", rank=rank, world_size=RANKS)
+    try:
+        model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+        if not canonical:
+            sync_batchnorm.convert(model, RANKS, "cpu")
+        group = dist.group.WORLD
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(
+            model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+            scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+            best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1 if canonical else RANKS)
+        device = torch.device("cpu")
+        objective = Objective(model, loss, num_ranks=state.num_ranks, nominal_count=320.0,
+                              device=device)
+        step = Step.plain(state, objective, objective if canonical else wrap(
+            objective, group=group, device=device, bucket_mb=25.0))
+        if canonical:
+            world = SimpleNamespace(rank=rank, size=RANKS, group=group, broadcast=lambda _: None)
+            plan = BatchPlan(samples=640, global_size=320, micro_size=4, drop_last=True)
+            step.reduction = RankInvariantReduction(
+                objective, step.parameters, step.boundary.buffers, cast(World, world), plan,
+                optional=False)
+        numbers = [*block(MICRO_BATCHES, rank, RANKS)]
+        numbers += [-1] * (micro_batches_per_rank(MICRO_BATCHES, RANKS) - len(numbers))
+        window = [MicroBatch(MicroBatchSpec(1, 0, n, i == len(numbers) - 1, (0, 1, 2, 3)[:4 * (
+            n >= 0)]), torch.randn(4, 3)) for i, n in enumerate(numbers)]
+        step(window)
+        with Recorder() as recorder:
+            step(window)
+        return recorder.calls
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_rank_makes_the_same_collectives_in_the_same_order() -> None:
+    first, *others = [calls_of(rank, canonical=False) for rank in (0, 1, 3, 31, 63)]
+
+    # Of the batch norm in each micro-batch, forward and backward; then gradients with the sums.
+    names = [name for name, *_ in first]
+    assert names == ["c10d::allgather_"] * 4 + ["c10d::allreduce_"]
+    assert all(other == first for other in others)
+
+
+def test_canonical_reduction_pairs_each_send_with_a_receive_of_its_size() -> None:
+    sent, received = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+    for rank in range(RANKS):
+        for name, peer, *tensors in calls_of(rank, canonical=True):
+            if name == "c10d::send":
+                sent[rank, peer] += tensors
+            else:
+                assert name == "c10d::recv_"
+                received[peer, rank] += tensors
+
+    assert len(sent) == RANKS * (RANKS - 1)
+    assert sent == received
