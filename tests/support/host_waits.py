@@ -1,4 +1,4 @@
-"""Runs code on fake CUDA tensors, without a GPU, and lists where the host would wait for the GPU."""
+"""Runs code on fake CUDA tensors, without a GPU, and lists where the host would wait for one."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ class Objective(nn.Module):
         return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
-        as_it_is = self._on_host or isinstance(sums, Tensor) or not sums
-        return sums if as_it_is else stack(sums, self._device)
+        return (sums if self._on_host or isinstance(sums, Tensor) or not sums
+                else stack(sums, self._device))
 
     def forget(self) -> None:
         """Reset, after forwards that belong to no step."""

@@ -140,16 +140,18 @@ class SyncBatchNorm(BatchNorm):
         if not self.track_running_stats:
             return
         on_host = isinstance(count, int)
-        tracked, factor, counts = self.num_batches_tracked, self.momentum, on_host or count > 0
+        tracked, counts = self.num_batches_tracked, on_host or count > 0
+        factor: float | Tensor | None = self.momentum
         if tracked is not None:
             tracked.add_(counts)
             if factor is None:  # the cumulative average
                 factor = 1.0 / (float(tracked) if on_host else tracked.double().clamp(min=1))
         if self.running_mean is not None and self.running_var is not None:
-            weight = counts * (0.0 if factor is None else factor)
+            weight: float | Tensor = counts * (0.0 if factor is None else factor)
             unbiased = variance * (count / (count - 1))
             for buffer, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-                buffer.lerp_(new.to(buffer.dtype), weight if on_host else weight.to(buffer.dtype))
+                buffer.lerp_(new.to(buffer.dtype), weight.to(buffer.dtype)
+                             if isinstance(weight, Tensor) else weight)
 
 
 def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
@@ -265,9 +267,9 @@ class _NormalizeOnCuda(torch.autograd.Function):
             g, x, mean, scale, wide, needs_x, needs_weight, needs_bias)
         grad_x = None
         if needs_x:
-            total = _gather_rows(torch.cat(sums[:2]), ctx.module).sum(0)
+            sum_g, sum_gx = _gather_rows(torch.cat(sums[:2]), ctx.module).sum(0).chunk(2)
             grad_x = torch.empty_like(x) if x.numel() == 0 else torch.batch_norm_backward_elemt(
-                g, x, mean, scale, wide, *total.split(len(mean)), count)
+                g, x, mean, scale, wide, sum_g, sum_gx, count)
         return (grad_x, sums[2].to(weight.dtype) if needs_weight else None,
                 sums[3].to(weight.dtype) if needs_bias else None, None, None, None, None)
 

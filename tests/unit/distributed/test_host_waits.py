@@ -27,6 +27,7 @@ from trainer.distributed.ddp import REQUESTED, Objective
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.ema import Ema
+from trainer.optim.nan_detection import nan_detector
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.step import Step
@@ -87,7 +88,7 @@ def applied(size: int) -> list[float]:
 
 def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
               clip: Clip | None = None, fp16: bool = False, canonical: bool = False,
-              optional: bool = False, **options: Any) -> Step:
+              optional: bool = False, anomaly: bool = False, **options: Any) -> Step:
     model = net()
     made = optimizer(model.parameters(), lr=0.1, **options)
     world = World(LaunchInfo(size=1), torch.device("cpu"), 1)
@@ -99,6 +100,8 @@ def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
     step = Step.plain(state, objective, objective, clip)
     buffers = step.boundary.buffers
     objective._changed, objective._nonfinite = buffers.changed, buffers.nonfinite
+    if anomaly:
+        step.nan_detector = lambda spec: nan_detector(objective, model, lambda origin: None)
     if canonical:
         plan = BatchPlan(samples=16, global_size=8, micro_size=4, drop_last=True)
         step.reduction = RankInvariantReduction(objective, step.parameters, buffers, world, plan,
@@ -119,6 +122,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"canonical": True, "optional": True},
         # The host decides which parameters the optimizer updates.
         ["trainer/distributed/rank_invariant_reduction.py:_finish"]),
+    "--numerics.anomaly on": (
+        # The first operation that made a NaN is looked for once per micro-batch with samples.
+        {"anomaly": True}, ["trainer/optim/nan_detection.py:finish"] * 2),
 }
 """Options of a step; places of waits besides the one that reads the sums, each with its reason."""
 
@@ -221,6 +227,7 @@ def test_an_evaluation_is_read_once_however_many_batches_it_has(size: int) -> No
             config=Config(task=task, batch=Batch(micro_size=2)),
             world=World(LaunchInfo(), CUDA, 1), autocast=contextlib.nullcontext,
             marks=ProgressMarks(), step=lambda: 1)
+        waits.found.clear()
         scores = evaluator()
 
     assert scores is not None
