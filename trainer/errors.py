@@ -89,6 +89,12 @@ class StaleAttempt(TrainerError):
     """A newer attempt owns the run folder; this process must exit without writing."""
 
 
+class MirrorTaken(TrainerError):
+    """Another start of the run owns its mirror; this attempt ends, and must not be restarted."""
+
+    exit_code = EXIT_CONFIG
+
+
 class SaveFailed(TrainerError):
     """A checkpoint could not be written and --checkpoint.on-error is stop."""
 

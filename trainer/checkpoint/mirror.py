@@ -1,0 +1,185 @@
+"""The mirror of a run in an object store: its layout, and how it is read.
+
+    owner                                   who may write: {"run", "generation", "nonce", …}
+    checkpoints/gGGGGGG-step-NNNNNNNN.json  a complete checkpoint: its manifest, written last
+    finished/gGGGGGG-step-NNNNNNNN.json     the product of the finished run, likewise
+    data/step-NNNNNNNN-NONCE/FILE           the files of a manifest
+    records/NAME-HASH                       parts of metrics.jsonl, events.jsonl and other records
+
+A manifest is that of the local checkpoint (generation, step, kind, run, sizes, hashes), and names
+the folder of its files, the step of the best weights, and the parts of the records. Objects other
+than `owner` are never changed, so a reader never sees half of a checkpoint. Newest is the one with
+the highest (generation, step). `mirror_writer` describes how generations are given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.checkpoint.manifest import CheckpointInfo, parse_manifest
+from trainer.checkpoint.store import Store
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.storage import layout
+from trainer.storage.files import make_folder, replace_bytes
+from trainer.storage.object_store import ObjectStore, StoreError, Version
+
+OWNER, CHECKPOINTS, FINISHED, DATA, RECORDS = "owner", "checkpoints", "finished", "data", "records"
+LINES = (layout.METRICS, layout.EVENTS, layout.TIMING)
+DOCUMENTS = (layout.IDENTITY, layout.CONFIG, layout.ENVIRONMENT, layout.SUMMARY)
+"""Files of a run folder that each manifest records: growing files of lines, and small ones."""
+_KEY = re.compile(r"(?:checkpoints|finished)/g(\d{6,})-" + layout.STEP_NAME + r"\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The content of the object `owner`: the attempt that may write, for readers too."""
+
+    run: str
+    generation: int
+    nonce: str
+    """Of the attempt."""
+    attempt: int = 0
+    launch: str | None = None
+    """Equal in all attempts of one launcher."""
+    host: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, order=True)
+class MirrorEntry:
+    """A manifest in the mirror. The newest one is the largest."""
+
+    generation: int
+    step: int
+    kind: str = CHECKPOINTS
+    """The folder of its key: CHECKPOINTS or FINISHED."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/g{self.generation:06d}-{layout.step_name(self.step)}.json"
+
+    @property
+    def name(self) -> str:
+        return f"{layout.step_name(self.step)} in the mirror"
+
+
+class Mirror:
+    """Reads a mirror. All methods raise StoreError if the store can't be reached, and
+    CheckpointDamaged if an object is missing or not what its manifest says.
+
+    Args:
+        progress: called after each part of a download.
+    """
+
+    def __init__(self, store: ObjectStore, *, progress: Callable[[], object] = lambda: None) -> None:
+        self.store, self._progress = store, progress
+
+    @classmethod
+    def open(cls, url: str, *, flag: str = "--checkpoint.mirror",
+             progress: Callable[[], object] = lambda: None) -> Mirror:
+        """The mirror at a URL; ConfigError, which begins with `flag`, if it can't be opened."""
+        try:
+            return cls(ObjectStore.open(url), progress=progress)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{flag} {url}: obstore is not installed; "
+                              "pip install 'trainer[remote]'.") from error
+        except StoreError as error:
+            raise ConfigError(f"{flag} {url}: {error}.") from error
+
+    def owner(self) -> tuple[Owner, Version] | None:
+        """The current owner; None if no run has used the mirror."""
+        if (found := self.store.read(OWNER)) is None:
+            return None
+        known = {name: value for name, value in json.loads(found[0]).items()
+                 if name in Owner.__dataclass_fields__}
+        return Owner(**known), found[1]
+
+    def entries(self, kind: str = CHECKPOINTS) -> list[MirrorEntry]:
+        """The committed checkpoints (or products, of kind FINISHED), oldest first."""
+        matches = (_KEY.fullmatch(stored.key) for stored in self.store.list(kind))
+        return sorted(MirrorEntry(int(m[1]), int(m[2]), kind) for m in matches if m)
+
+    def manifest(self, entry: MirrorEntry) -> dict[str, Any]:
+        """The manifest of a checkpoint or product."""
+        found = self.store.read(entry.key)
+        try:
+            if found is None:
+                raise ValueError("its manifest is missing")
+            manifest = parse_manifest(found[0])
+            if (manifest["generation"], manifest["step"]) != (entry.generation, entry.step):
+                raise ValueError("its manifest is that of another checkpoint")
+        except ValueError as error:
+            raise CheckpointDamaged(f"{entry.name}: {error}") from error
+        return manifest
+
+    def content(self, manifest: Mapping[str, Any], name: str) -> Iterator[bytes]:
+        """The bytes of a file of a manifest, in parts; verified after the last one."""
+        key, file = f"{manifest['data']}/{name}", manifest["files"][name]
+        place = f"{layout.step_name(manifest['step'])} in the mirror"
+        hasher, size = xxhash.xxh3_128(), 0
+        try:
+            for part in self.store.download(key, file["bytes"]):
+                hasher.update(part)
+                size += len(part)
+                self._progress()
+                yield part
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"{place}: {key} is missing") from error
+        if (size, hasher.hexdigest()) != (file["bytes"], file["xxh3_128"]):
+            raise CheckpointDamaged(f"{place}: {name} doesn't match its checksum")
+
+    def verify(self, entry: MirrorEntry) -> None:
+        """Read all files of a manifest back and compare their hashes."""
+        manifest = self.manifest(entry)
+        for name in manifest["files"]:
+            deque(self.content(manifest, name), maxlen=0)
+
+    def fetch(self, entry: MirrorEntry, local: Store) -> CheckpointInfo:
+        """Download a checkpoint, verify it, and commit it to the local checkpoint folder."""
+        manifest = self.manifest(entry)
+        total = sum(file["bytes"] for file in manifest["files"].values())
+        with local.stage(entry.step, generation=entry.generation, expected_bytes=total) as stage:
+            for name in manifest["files"]:
+                stage.write(name, self.content(manifest, name))
+            return stage.commit(kind=manifest["kind"], run=manifest["run"])
+
+    def fetch_records(self, entry: MirrorEntry, folder: Path,
+                      names: Collection[str] = (*LINES, *DOCUMENTS)) -> None:
+        """Write the records of a run, as they were at a checkpoint, into a run folder. Lines of a
+        file there that the mirror doesn't have are kept after those of the mirror."""
+        make_folder(folder)
+        for name, parts in self.manifest(entry)["records"].items():
+            if name in names:
+                data, path = b"".join(self._record(name, *part) for part in parts), folder / name
+                if name in LINES and path.exists():
+                    known = set(data.splitlines())
+                    data += b"".join(line for line in path.read_bytes().splitlines(keepends=True)
+                                     if line.rstrip(b"\n") not in known)
+                replace_bytes(path, [data])
+
+    def fetch_product(self, entry: MirrorEntry, folder: Path) -> None:
+        """Write product and records of a finished run into a run folder."""
+        manifest = self.manifest(entry)
+        replace_bytes(folder / layout.PRODUCT, self.content(manifest, layout.PRODUCT))
+        self.fetch_records(entry, folder)
+
+    def _record(self, name: str, digest: str, size: int) -> bytes:
+        found = self.store.read(record_key(name, digest))
+        if found is None or xxhash.xxh3_128_hexdigest(found[0]) != digest or len(found[0]) != size:
+            raise CheckpointDamaged(f"{name} in the mirror: a part of {size} bytes is damaged")
+        return found[0]
+
+
+def record_key(name: str, digest: str) -> str:
+    """The key of a part of a record."""
+    return f"{RECORDS}/{name}-{digest}"
