@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import xxhash
 
 from trainer.checkpoint.manifest import CheckpointInfo, parse_manifest
 from trainer.checkpoint.store import Store
-from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
 from trainer.storage.files import make_folder, replace_bytes
 from trainer.storage.object_store import ObjectStore, StoreError, Version
@@ -81,7 +82,9 @@ class Mirror:
         progress: called after each part of a download.
     """
 
-    def __init__(self, store: ObjectStore, *, progress: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, store: ObjectStore, *, progress: Callable[[], object] = lambda: None
+    ) -> None:
         self.store, self._progress = store, progress
 
     @classmethod
@@ -147,21 +150,21 @@ class Mirror:
     def fetch(self, entry: MirrorEntry, local: Store) -> CheckpointInfo:
         """Download a checkpoint, verify it, and commit it to the local checkpoint folder."""
         manifest = self.manifest(entry)
-        total = sum(file["bytes"] for file in manifest["files"].values())
-        with local.stage(entry.step, generation=entry.generation, expected_bytes=total) as stage:
+        with local.stage(entry.step, generation=entry.generation,
+                         expected_bytes=total_bytes(manifest)) as stage:
             for name in manifest["files"]:
                 stage.write(name, self.content(manifest, name))
             return stage.commit(kind=manifest["kind"], run=manifest["run"])
 
     def fetch_records(self, entry: MirrorEntry, folder: Path,
                       names: Collection[str] = (*LINES, *DOCUMENTS)) -> None:
-        """Write the records of a run, as they were at a checkpoint, into a run folder. Lines of a
-        file there that the mirror doesn't have are kept after those of the mirror."""
+        """Write the records of a run, as they were at a checkpoint, into a run folder. Events and
+        times there that the mirror doesn't have are kept, after those of the mirror."""
         make_folder(folder)
         for name, parts in self.manifest(entry)["records"].items():
             if name in names:
                 data, path = b"".join(self._record(name, *part) for part in parts), folder / name
-                if name in LINES and path.exists():
+                if name in (layout.EVENTS, layout.TIMING) and path.exists():
                     known = set(data.splitlines())
                     data += b"".join(line for line in path.read_bytes().splitlines(keepends=True)
                                      if line.rstrip(b"\n") not in known)
@@ -178,6 +181,60 @@ class Mirror:
         if found is None or xxhash.xxh3_128_hexdigest(found[0]) != digest or len(found[0]) != size:
             raise CheckpointDamaged(f"{name} in the mirror: a part of {size} bytes is damaged")
         return found[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorView:
+    """What rank 0 sees of the mirror before the start changes anything."""
+
+    mirror: Mirror
+    owner: Owner | None = None
+    entries: Sequence[MirrorEntry] = ()
+    products: Sequence[MirrorEntry] = ()
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The run that it holds, as run.json describes one; None if it is empty."""
+        if self.owner is None:
+            return None
+        return {"run": self.owner.run, "attempt": self.owner.attempt,
+                "step": max((entry.step for entry in self.entries), default=0)}
+
+
+class MirrorSource:
+    """The checkpoints of a mirror from which a start can continue; none by default.
+
+    Args:
+        entries: the checkpoints that the mirror has.
+        say: called with a line before a download.
+    """
+
+    def __init__(self, mirror: Mirror | None = None, entries: Sequence[MirrorEntry] = (),
+                 say: Callable[[str], object] = lambda text: None) -> None:
+        self.checkpoints = [(entry.generation, entry.step) for entry in entries]
+        """Generation and step of each."""
+        self.fetched: set[int] = set()
+        """Steps that have been fetched."""
+        self._mirror, self._say = mirror, say
+
+    def fetch(self, generation: int, step: int, local: Store) -> None:
+        """Download a checkpoint, verify it and commit it locally. Raises CheckpointDamaged, and
+        MirrorFailed if the store can't be reached."""
+        assert self._mirror is not None
+        began_s = time.monotonic()
+        try:
+            info = self._mirror.fetch(MirrorEntry(generation, step), local)
+        except StoreError as error:
+            raise MirrorFailed(f"--checkpoint.mirror {self._mirror.store.url}: the checkpoint of "
+                               f"step {step} can't be read: {error}") from error
+        self.fetched.add(step)
+        size, seconds = total_bytes(info.manifest), time.monotonic() - began_s
+        self._say(f"fetched step {step} from the mirror: {size / 1e6:.0f} MB in {seconds:.1f} s")
+
+
+def total_bytes(manifest: Mapping[str, Any]) -> int:
+    """The size of all files of a manifest."""
+    return sum(file["bytes"] for file in manifest["files"].values())
 
 
 def record_key(name: str, digest: str) -> str:

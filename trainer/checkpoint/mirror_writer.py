@@ -9,13 +9,11 @@ deletes nothing, since it reads `owner` before each deletion.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,9 @@ from trainer.checkpoint.mirror import (
     MirrorEntry,
     Owner,
     record_key,
+    total_bytes,
 )
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorTaken
 from trainer.storage import layout
@@ -102,7 +102,7 @@ class MirrorWriter:
         self._active: _Upload | None = None
         self._failing_since_s: float | None = None
         self._leave_out_active = self._is_last = False
-        self._owns = False
+        self._owns = self._is_closed = False
         self._offered = 0  # step of the last save that was offered
         self._active_bytes = 0
         self._manifests: dict[MirrorEntry, dict[str, Any]] | None = None  # None: not listed yet
@@ -116,6 +116,7 @@ class MirrorWriter:
         """Become the owner of the mirror, and check that the store refuses writes whose condition
         doesn't hold. Raises MirrorTaken if another start has this generation or a later one, or is
         faster; ConfigError if the store ignores conditions; StoreError."""
+        self.owner = owner
         found = self.mirror.owner()
         if found is not None and found[0] != owner and found[0].generation >= owner.generation:
             raise self._taken(found[0])
@@ -222,6 +223,12 @@ class MirrorWriter:
                           "next start that has the disk uploads it")
         return False
 
+    def close(self) -> None:
+        """End the thread; an upload in progress is abandoned."""
+        with self._changed:
+            self._is_closed = self._leave_out_active = True
+            self._changed.notify_all()
+
     def _forecast(self, last: _Upload, left_s: float) -> None:
         """Say whether the last upload fits into the time that is left. If it does only without the
         one in progress, abandon that one. The caller holds the lock."""
@@ -241,17 +248,15 @@ class MirrorWriter:
 
     def _size(self, step: int) -> int:
         try:
-            files = self._local.find(step).manifest["files"]
+            return total_bytes(self._local.find(step).manifest)
         except CheckpointDamaged:
             return 0
-        return sum(file["bytes"] for file in files.values())
 
     # --- the thread
 
     def _work(self) -> None:
         pause_s = FIRST_PAUSE_S
-        while True:
-            upload = self._next()
+        while (upload := self._next()) is not None:
             try:
                 self._mirror(upload)
             except MirrorTaken as error:
@@ -271,10 +276,11 @@ class MirrorWriter:
                 self._succeed()
                 pause_s = FIRST_PAUSE_S
 
-    def _next(self) -> _Upload:
+    def _next(self) -> _Upload | None:
         with self._changed:
-            while self._waiting is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
+            if self._is_closed:
+                return None
             self._active, self._waiting = self._waiting, None
             self._active_bytes = 0
             return self._active
@@ -302,15 +308,13 @@ class MirrorWriter:
             self._waiting, self._active = self._waiting or upload, None
             self._changed.notify_all()
             # At the end of the run the pause is short; a newer save doesn't shorten it.
-            self._changed.wait_for(lambda: self._is_last, pause_s)
-            if self._is_last:
-                self._changed.wait(FIRST_PAUSE_S)
+            self._changed.wait_for(lambda: self._is_last or self._is_closed, pause_s)
+            self._changed.wait_for(lambda: self._is_closed, FIRST_PAUSE_S * self._is_last)
 
     def _mirror(self, upload: _Upload) -> None:
         """Upload a checkpoint, after that of the best weights until then."""
         self._prepare()
-        state = json.loads((self._local.find(upload.step).path / layout.STATE).read_bytes())
-        best = state["best"]["step"]
+        best = SavedState.read(self._local.find(upload.step).path).best.step
         if best not in (0, upload.step) and self._local.checksum(best):
             self._upload_checkpoint(best, upload)
         newest = self._upload_checkpoint(upload.step, upload)
@@ -356,11 +360,12 @@ class MirrorWriter:
         if entry.generation > self.owner.generation:  # after a rollback
             self._swap(dataclasses.replace(self.owner, generation=entry.generation),
                        self._check_owner())
-        state = json.loads((info.path / layout.STATE).read_bytes())
-        record = state.get("record") or {}
+        state = SavedState.read(info.path)
+        bad = state.progress.consecutive_bad_steps
         manifest = {name: value for name, value in info.manifest.items() if name != "checksum"}
         self._commit(entry, manifest | {
-            "best": state["best"]["step"], "records": self._put_records(record.get("offset"))},
+            "best": state.best.step, "good": bad[0] - 1 if bad else step,
+            "records": self._put_records(state.record.offset if state.record else None)},
             info.path)
         seconds, size = self._clock() - began_s, self._size(step)
         self.bytes_per_s, self.lag_s = size / max(seconds, 1e-6), self._clock() - upload.since_s
@@ -374,7 +379,7 @@ class MirrorWriter:
         size = (self._folder / layout.PRODUCT).stat().st_size
         manifest = {"run": self.owner.run, "generation": entry.generation, "step": entry.step,
                     "kind": "product", "files": {layout.PRODUCT: {"bytes": size}},
-                    "best": 0, "records": self._put_records(None)}
+                    "records": self._put_records(None)}
         self._commit(entry, manifest, self._folder)
         self._log.event("mirror", at_step=upload.step, bytes=size, product=True)
 
@@ -442,11 +447,14 @@ class MirrorWriter:
         saved, products = ([e for e in sorted(self._manifests) if e.kind == kind]
                            for kind in (CHECKPOINTS, FINISHED))
         every, kept = self._policy.keep_every, saved[-self._policy.keep :]
-        best = {self._manifests[entry]["best"] for entry in kept}
-        for entry in [*saved, *products[:-1]]:
-            if entry not in kept and entry.step not in best and not (
-                    every and entry.step % every == 0 and entry.kind == CHECKPOINTS):
+        protect = {self._manifests[entry]["best"] for entry in kept}
+        protect |= {max((e.step for e in saved if e.step <= self._manifests[entry]["good"]),
+                        default=0) for entry in kept}  # to which a rollback would go
+        for entry in saved[: -self._policy.keep]:
+            if entry.step not in protect and not (every and entry.step % every == 0):
                 self._forget(entry)
+        for entry in products[:-1]:
+            self._forget(entry)
         used = {record_key(name, digest) for manifest in self._manifests.values()
                 for name, parts in manifest["records"].items() for digest, _ in parts}
         self._delete(sorted(self._records - used))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.checkpoint.mirror import MirrorSource
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -51,14 +52,17 @@ class CheckpointRef:
 
 
 def find_checkpoint(
-    store: Store, world: World, run_id: str, *, newest: int | None = None
-) -> CheckpointRef | None:
-    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read; its
-    holder verifies it. None without checkpoints; ConfigError if all are damaged.
+    store: Store, world: World, run_id: str, *, newest: int | None = None,
+    mirror: MirrorSource | None = None,
+) -> CheckpointRef | None:  # fmt: skip
+    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read, or that
+    is in the mirror (given on rank 0), from which it is fetched; its holder verifies it. None
+    without checkpoints; ConfigError if all are damaged.
 
     If the checkpoint of the best weights is gone or has files of another size, the newest one from
     before it is selected, if any: resuming there computes them again.
     """
+    mirror = mirror or MirrorSource()
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
@@ -68,9 +72,11 @@ def find_checkpoint(
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        seen = world.gather_json({"good": mine, "broken": broken})
+        remote = [[g, step] for g, step in mirror.checkpoints if (g, step) not in bad
+                  and (newest is None or step <= newest)]
+        seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
-        every = [tuple(pair) for view in seen for pair in view["good"]]
+        every = [tuple(pair) for view in seen for pair in (*view["good"], *view["remote"])]
         if not every:
             if without_best is not None:
                 return without_best
@@ -80,8 +86,10 @@ def find_checkpoint(
                     "Restore one from a backup, or start again in another --run-dir."]))
             return None
         latest = max(every)
-        holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
+        holder = next((r for r, view in enumerate(seen) if list(latest) in view["good"]), None)
         try:
+            if holder is None:
+                holder = _fetch(mirror, latest, store, world)
             found = _read_by(holder, latest[1], store, world)
         except CheckpointDamaged as error:
             why = str(error)
@@ -89,7 +97,7 @@ def find_checkpoint(
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(world.gather_json(store.checksum(best))):
+                if best in (0, found.step) or _has_best(best, mirror, store, world):
                     return found
                 without_best = found
             elif found.step < best:
@@ -98,6 +106,28 @@ def find_checkpoint(
                    "are damaged or missing")
         skipped.append(why)
         bad.add(latest)
+
+
+def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> int:
+    """Collective. Fetch a checkpoint from the mirror to the disk of rank 0; returns that rank.
+    Raises CheckpointDamaged on all ranks."""
+    world.fail_together(partial(mirror.fetch, *latest, store) if world.is_main else lambda: None)
+    return 0
+
+
+def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bool:
+    """Collective. Whether a rank has the checkpoint of the best weights, or can fetch it."""
+    if any(world.gather_json(store.checksum(best))):
+        return True
+    held = max((pair for pair in mirror.checkpoints if pair[1] == best), default=None)
+    held = world.broadcast_json(held)
+    if held is None:
+        return False
+    try:
+        _fetch(mirror, held, store, world)
+    except CheckpointDamaged:
+        return False
+    return True
 
 
 def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
@@ -37,6 +37,8 @@ from trainer.telemetry.std_streams import ignore_output_errors, say
 if TYPE_CHECKING:  # its import takes seconds: a wrong configuration is reported before
     from trainer.run.guard import Guard
 
+LEAVING_S = 0.5
+"""Seconds of --stop.grace-s that are kept for the exit after the uploads."""
 LASTING_AFTER_S = 5.0
 """Seconds after a complete run until a warning names what keeps the process alive."""
 
@@ -185,7 +187,8 @@ class Training:
         if limit_s == "auto":
             limit_s = None if watched else math.inf
         start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-        with Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog:
+        with (self._uploads_finished(config, world),
+              Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog):
             built = build(config, world, self._log, stop, watchdog.marks)
             guard = self.guard = built.guard
             watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,
@@ -211,6 +214,26 @@ class Training:
                     raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
                 raise
             guard.close()
+
+    @contextlib.contextmanager
+    def _uploads_finished(self, config: Config[Any], world: World) -> Iterator[None]:
+        """Finally wait for the uploads to the mirror: after a stop for --stop.grace-s from the
+        signal on; after a failure as long, unless a launcher starts the next attempt, on this disk;
+        at the end of a run without a limit."""
+        failed_s = math.inf
+        try:
+            yield
+        except BaseException:
+            restarts = world.launch.run_id is not None and not self._stop.requested
+            failed_s = -math.inf if restarts else time.monotonic()
+            raise
+        finally:
+            def left_s() -> float:
+                began_s = self._stop.since_s if self._stop.requested else failed_s
+                return began_s + config.stop.grace_s - LEAVING_S - time.monotonic()
+
+            if self.guard is not None:
+                self.guard.finish_uploads(left_s)
 
     def _survive(self, guard: Guard, error: BaseException) -> None:
         """Save what can be saved after an error. Raises StopRequested in place of an error that

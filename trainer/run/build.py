@@ -18,6 +18,7 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
+from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
@@ -40,7 +41,7 @@ from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
-from trainer.run import circumstances, run_dir, startup_checks
+from trainer.run import circumstances, mirroring, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
@@ -88,7 +89,7 @@ def build(
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
-                  timing=recorders.timing)
+                  timing=recorders.timing, mirror=folder.mirror)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validation=validation, test=test,
                     recorders=recorders, guard=guard)
@@ -97,13 +98,25 @@ def build(
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     """Collective. Find out which run the folder holds; nothing is written yet."""
     config, world, path = context.config, context.world, context.path
-    identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
+    view = world.fail_together(partial(mirroring.look, config, path, world, context.marks,
+                                       context.log))
+    identity = run_dir.identify_run(path, world, context.log, resume=config.resume,
+                                    mirrored=None if view is None else view.record)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
-                  keep_every=setup.steps(config.checkpoint.keep_every) or None,
+    keep, keep_every = config.checkpoint.keep, setup.steps(config.checkpoint.keep_every) or None
+    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=keep, keep_every=keep_every,
                   guard=lock.committing, mark=context.marks.mark)
-    return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
+    every = config.checkpoint.mirror_every
+    policy = MirrorPolicy(every=None if every == "auto" else setup.steps(every), keep=keep,
+                          keep_every=keep_every)
+    if view is not None and view.entries:  # a checkpoint may be fetched
+        run_dir.take_lock(path, lock, world)
+    return RunFolder(
+        identity=identity, lock=lock, store=store, faults=faults, view=view,
+        source=mirroring.source(view, context.log),
+        mirror=mirroring.make_writer(view, store, path, policy, context.log),
+        generation=mirroring.next_generation(view, store, world))
 
 
 def _find_resumption(
@@ -144,7 +157,10 @@ def _find_resumption(
 def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
     """Collective. Find this run's newest checkpoint, which takes precedence over --resume PATH."""
     config, world, log = context.config, context.world, context.log
-    found = find_checkpoint(folder.store, world, folder.identity.run_id)
+    found = find_checkpoint(folder.store, world, folder.identity.run_id, mirror=folder.source)
+    if found is not None:
+        world.fail_together(partial(
+            mirroring.restore_records, folder.view, folder.source, found, context.path))
     if config.resume not in ("auto", "never"):
         if found is None:
             found = find_checkpoint_at(context.resume_from, world)
@@ -183,7 +199,10 @@ def _enter_folder(
         [command_line.to_toml(config), resumption.circumstances["code"]])
     run_dir.begin(path, events, world, log, position=resumption.position, version=version,
                   max_same_step=config.restart.max_same_step)
+    world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
+                                path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
+    mirroring.begin(folder.mirror, resumption.found)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
@@ -226,8 +245,9 @@ def _make_trainable(
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
-        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
-        config=config.checkpoint)
+        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt,
+                         generation=folder.generation),
+        config=config.checkpoint, mirror=folder.mirror)
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))
     faults = _arm(context, folder, objective, state, checkpoint)

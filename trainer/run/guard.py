@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.mirror_writer import MirrorWriter
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
@@ -42,6 +43,7 @@ class Guard:
     loader: Loader
     metrics: Metrics
     timing: StepTiming
+    mirror: MirrorWriter | None = None
 
     @property
     def current_step(self) -> int:
@@ -64,7 +66,7 @@ class Guard:
         saved = checkpoint.has_unreported_save and self.metrics.flush()
         recorded = world.is_main and self.metrics.sync_if_long()
         stop = self.context.stop.requested
-        return stop, checkpoint.overdue, checkpoint.must_fail, saved, recorded
+        return stop, checkpoint.overdue, checkpoint.fatal is not None, saved, recorded
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""
@@ -73,7 +75,7 @@ class Guard:
         if "recorded" in requests:  # the report is from before this step
             self.metrics.drop(self.state.progress.step - 1)
         if "fail" in requests:
-            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+            raise self.checkpoint.fatal or SaveFailed("rank 0 could not save or upload")
 
     def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler, which the loader has set, while its exception would leave
@@ -168,6 +170,12 @@ class Guard:
         self.timing.close()
         self.checkpoint.close()
         self.metrics.close()
+
+    def finish_uploads(self, left_s: Callable[[], float]) -> None:
+        """Wait while `left_s()` is positive until the mirror has all saves, then end its thread."""
+        if self.mirror is not None:
+            self.mirror.drain(left_s)
+            self.mirror.close()
 
     def abandon(self) -> None:
         """Close the files after a failure, without raising another error."""

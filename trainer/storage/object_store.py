@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer.storage.files import CHUNK, make_folder
 
@@ -68,6 +68,11 @@ def check_url(url: str) -> None:
         raise ValueError(f"name a bucket: {parts.scheme}://bucket/prefix")
 
 
+def without_secrets(url: str) -> str:
+    """A URL, or a text with URLs, without user names, passwords and queries."""
+    return re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]+@", "//…@", url))
+
+
 class ObjectStore:
     """The objects below a URL, by key. Thread-safe. All methods raise StoreError.
 
@@ -81,7 +86,7 @@ class ObjectStore:
         import obstore
 
         self.url, self.folder = url, folder
-        self._store, self._api = store, obstore
+        self._store, self._api = store, cast(Any, obstore)
 
     @classmethod
     def open(cls, url: str) -> ObjectStore:
@@ -95,9 +100,9 @@ class ObjectStore:
             with _translated(url):
                 make_folder(folder)
                 return cls(LocalStore(folder), url, folder=folder)
-        client = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=5),
+        client: Any = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=5),
                   "allow_http": True}  # only of an endpoint that is http:// itself
-        retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+        retry: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
         with _translated(url):
             return cls(from_url(url.rstrip("/"), client_options=client, retry_config=retry), url)
 
@@ -211,7 +216,7 @@ def _translated(key: str) -> Iterator[None]:
 def _message(error: Exception) -> str:
     """The message of an error of obstore without its debugging output, tags and secrets."""
     text = re.sub(r"<[^>]*>|\s+", " ", str(error).partition("\n\nDebug source")[0])
-    text = re.sub(r"\?\S*", "", re.sub(r"//[^/@\s]+@", "//", text))
+    text = without_secrets(text)
     for name, value in os.environ.items():
         if len(value) > 3 and _SECRET.match(name.upper()):
             text = text.replace(value, "***").replace(urllib.parse.quote(value, safe=""), "***")
