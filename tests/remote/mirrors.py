@@ -9,9 +9,12 @@ from typing import Any
 
 from obstore.store import MemoryStore
 
+from runs import state_json
+
 from trainer.checkpoint.mirror import Mirror, Owner
 from trainer.checkpoint.mirror_writer import MirrorPolicy, MirrorWriter
 from trainer.checkpoint.store import Store
+from trainer.errors import CheckpointDamaged
 from trainer.storage import layout
 from trainer.storage.object_store import ObjectStore, StoreError
 from trainer.telemetry.events import Log
@@ -98,10 +101,10 @@ class Machine:
              offset: int | None = None) -> None:
         """Write a local checkpoint, whose bytes depend on the step."""
         made = self.writer.owner.generation if generation is None else generation
-        state = {"best": {"step": best}, "record": {"offset": offset}}
+        state = state_json(best=best, record={"offset": offset})
         with self.local.stage(step, generation=made) as stage:
             stage.write(layout.MODEL, b"%8d" % step * size)
-            stage.write(layout.STATE, json.dumps(state).encode())
+            stage.write(layout.STATE, state)
             stage.commit(kind="periodic", run=RUN)
 
     def upload(self, step: int, **options: Any) -> None:
@@ -120,18 +123,19 @@ class Machine:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def newest(store: ObjectStore, folder: Path) -> int:
-    """The step that an empty disk continues from: the newest checkpoint that is whole."""
-    mirror, local = Mirror(store), Store(folder / layout.CHECKPOINTS, run=RUN)
+def newest(store: ObjectStore, folder: Path | None = None) -> int:
+    """The step that an empty disk continues from: the newest checkpoint that is whole. With a
+    folder it is fetched there."""
+    mirror = Mirror(store)
     for entry in reversed(mirror.entries()):
         try:
-            info = mirror.fetch(entry, local)
-        except Exception as error:
-            assert type(error).__name__ == "CheckpointDamaged", error
+            mirror.verify(entry)
+            if folder is not None:
+                info = mirror.fetch(entry, Store(folder / layout.CHECKPOINTS, run=RUN))
+                assert (info.path / layout.MODEL).read_bytes()[:8] == b"%8d" % entry.step
+        except CheckpointDamaged:
             continue
-        step = entry.step
-        assert (info.path / layout.MODEL).read_bytes()[:8] == b"%8d" % step
-        return step
+        return entry.step
     return 0
 
 

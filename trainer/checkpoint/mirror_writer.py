@@ -9,6 +9,7 @@ deletes nothing, since it reads `owner` before each deletion.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import threading
@@ -226,15 +227,16 @@ class MirrorWriter:
     def close(self) -> None:
         """End the thread; an upload in progress is abandoned."""
         with self._changed:
-            self._is_closed = self._leave_out_active = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def _forecast(self, last: _Upload, left_s: float) -> None:
         """Say whether the last upload fits into the time that is left. If it does only without the
         one in progress, abandon that one. The caller holds the lock."""
         size = self._size(last.step)
-        if self.bytes_per_s is None or left_s == float("inf"):
-            self._leave_out_active = self._waiting is not None and left_s < float("inf")
+        if self.bytes_per_s is None or left_s == math.inf:
+            self._leave_out_active = left_s < math.inf and None not in (
+                self._active, self._waiting)
             self._log.info(f"uploading step {last.step} to the mirror: {size / 1e6:.0f} MB")
             return
         needed_s = size / self.bytes_per_s
@@ -282,12 +284,12 @@ class MirrorWriter:
             if self._is_closed:
                 return None
             self._active, self._waiting = self._waiting, None
-            self._active_bytes = 0
+            self._active_bytes, self._leave_out_active = 0, False
             return self._active
 
     def _done(self) -> None:
         with self._changed:
-            self._active, self._leave_out_active = None, False
+            self._active = None
             self._changed.notify_all()
 
     def _succeed(self) -> None:
@@ -407,7 +409,7 @@ class MirrorWriter:
         hasher = xxhash.xxh3_128()
 
         def on_chunk(chunk: memoryview) -> None:
-            if self._leave_out_active:
+            if self._leave_out_active or self._is_closed:
                 raise _Abandoned
             hasher.update(chunk)
             self._active_bytes += len(chunk)
