@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from obstore.store import MemoryStore
-
 from runs import state_json
 
 from trainer.checkpoint.mirror import Mirror, Owner

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import obstore
-import pytest
 from moto.server import DomainDispatcherApplication, create_backend_app
 from obstore.store import S3Store
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -47,7 +47,7 @@ class S3Server:
         status = self.before(method, path)
         if status is not None:
             start_response(f"{status} fault", [])
-            return [b"<Error><Code>Fault</Code></Error>"]
+            return [f"<Error><Code>Fault</Code> {SECRET} {TOKEN}</Error>".encode()]
         if self.drops_conditions:
             for name in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"):
                 environ.pop(name, None)
@@ -63,8 +63,6 @@ class S3Server:
 
     def bucket(self) -> str:
         """The URL of a new bucket."""
-        import urllib.request
-
         self._buckets += 1
         name = f"bucket-{id(self)}-{self._buckets}"
         urllib.request.urlopen(urllib.request.Request(
@@ -84,12 +82,3 @@ class S3Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    made = S3Server()
-    for name, value in made.environment().items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()

@@ -75,7 +75,7 @@ def test_a_writer_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
         machine.writer.offer(2, always=True)
         made = len(store.requests)
 
-        def die(operation, key):
+        def die(operation, key, store=store, made=made, number=number):
             if len(store.requests) - made == number:
                 if when == "after" and operation in ("put", "put_new", "upload"):
                     ObjectStore.put(store, key, b"x")  # an upload is all or nothing
@@ -300,12 +300,12 @@ def test_a_network_that_fails_is_told_once_and_the_newest_save_is_uploaded_then(
         pass
     machine.clock_s = 42.0
     assert machine.writer.failure == "no route to host"
-    assert machine.writer.behind == "mirror 42 s behind"
+    assert machine.writer.behind() == "mirror 42 s behind"
     store.before = lambda operation, key: None
 
     assert machine.writer.drain(lambda: 1.0)
     assert steps(store) == [2]
-    assert (machine.writer.failure, machine.writer.behind) == (None, "")
+    assert (machine.writer.failure, machine.writer.behind()) == (None, "")
     lines = machine.console.getvalue().splitlines()
     assert [line for line in lines if "could not be uploaded" in line] == lines[:1]
     machine.writer.close()

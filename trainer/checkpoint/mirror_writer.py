@@ -93,7 +93,7 @@ class MirrorWriter:
         """Set when another start has taken over."""
         self.failure: str | None = None
         """Why the last upload failed, until one succeeds."""
-        self.lag_s = 0.0
+        self.lag_s: float | None = None
         """Seconds from the last mirrored save until it was in the mirror."""
         self.bytes_per_s = bytes_per_s
         self._local, self._folder, self._policy = local, folder, policy
@@ -192,7 +192,11 @@ class MirrorWriter:
         with self._changed:
             return {upload.step for upload in (self._active, self._waiting) if upload is not None}
 
-    @property
+    def figures(self) -> dict[str, float]:
+        """The speed of the last upload and how late it was, for TensorBoard."""
+        return {} if self.lag_s is None else {
+            "mirror/mb_per_s": (self.bytes_per_s or 0.0) / 1e6, "mirror/lag_s": self.lag_s}
+
     def behind(self) -> str:
         """How far the mirror is behind, while a save waits for an earlier one or uploads fail."""
         with self._changed:
@@ -369,11 +373,12 @@ class MirrorWriter:
             "best": state.best.step, "good": bad[0] - 1 if bad else step,
             "records": self._put_records(state.record.offset if state.record else None)},
             info.path)
-        seconds, size = self._clock() - began_s, self._size(step)
-        self.bytes_per_s, self.lag_s = size / max(seconds, 1e-6), self._clock() - upload.since_s
+        seconds, lag_s = self._clock() - began_s, self._clock() - upload.since_s
+        size = total_bytes(info.manifest)
+        self.bytes_per_s, self.lag_s = size / max(seconds, 1e-6), lag_s
         self._log.event("mirror", at_step=step, generation=entry.generation, bytes=size,
                         seconds=round(seconds, 6), mb_per_s=round(self.bytes_per_s / 1e6, 3),
-                        lag_s=round(self.lag_s, 6))
+                        lag_s=round(lag_s, 6))
         return entry
 
     def _upload_product(self, upload: _Upload) -> None:
