@@ -321,7 +321,7 @@ def test_at_a_stop_it_is_said_whether_the_save_fits_into_the_time(store, machine
     assert not machine.writer.drain(lambda: next(ends, 0.0))  # no thread
 
     said = machine.console.getvalue()
-    assert f"about 8 s at 0 MB/s, {left_s:.0f} s are left" in said
+    assert f"about 8 s at 0.001 MB/s, {left_s:.0f} s are left" in said
     assert said.startswith("warning: " * (left_s < 8) + "uploading step 1")
     assert "step 1 is not in the mirror" in said
 

@@ -18,6 +18,7 @@ from trainer.storage.object_store import ObjectStore
 
 FLAGS = (*TAPE, "--steps=12", "--checkpoint.every=3", "--task.validation=16", "--eval.every=4",
          "--task.norm=batch", "--task.dropout=0.1")  # fmt: skip
+LONG = (*TAPE, "--steps=20000", "--checkpoint.every=100", "--checkpoint.keep=1")
 
 
 @pytest.mark.parametrize(("sizes", "flags"), [
@@ -35,9 +36,9 @@ def test_on_empty_disks_a_run_continues_to_the_bits_of_the_undisturbed_one(
     run(ranks, sizes[1], second, *FLAGS, *flags, mirror)
 
     assert compare.main([str(whole), str(second)]) == 0
-    start = events(second, "start")[-1]
-    assert (start["attempt"], start["step"]) == (1, 6)
-    assert [event["attempt"] for event in events(second, "start")] == [0, 1]
+    starts = events(second, "start", rank=0)
+    assert [start["attempt"] for start in starts] == [0, 1]
+    assert starts[1]["step"] in (3, 4, 6)  # the newest that was uploaded before the deaths
 
     # A finished run is complete on another empty disk too, and isn't computed again.
     run(ranks, 1, third, *FLAGS, *flags, mirror)
@@ -59,7 +60,7 @@ def test_the_save_of_a_stop_is_in_the_mirror_and_credentials_are_nowhere(
     mirror = f"--checkpoint.mirror={url}/runs/one"
     run(ranks, 1, tmp_path / "first", *FLAGS, mirror, "--inject=term:step=5", code=75)
     steps = [entry.step for entry in Mirror(ObjectStore.open(f"{url}/runs/one")).entries()]
-    assert steps == [3, 4, 5]
+    assert steps[-1] == 5
     run(ranks, 1, tmp_path / "second", *FLAGS, mirror)
 
     assert compare.main([str(whole), str(tmp_path / "second")]) == 0
@@ -76,15 +77,14 @@ def test_a_run_whose_mirror_another_start_has_taken_over_ends_and_is_not_restart
     url = server.bucket()
 
     def take_over(method, path):
-        if method == "PUT" and "step-00000006" in path:
+        if method == "PUT" and "/checkpoints/" in path:
             server.before = lambda method, path: None
             found = Mirror(ObjectStore.open(url)).owner()
             other = Machine(tmp_path / "other", ObjectStore.open(url))
             other.writer.take(type(found[0])(run=found[0].run, generation=9, nonce="b", host="b"))
     server.before = take_over
 
-    ended = codes(ranks, 1, *FLAGS, "--steps=4000", f"--checkpoint.mirror={url}",
-                  f"--run-dir={tmp_path}/run")
+    ended = codes(ranks, 1, *LONG, f"--checkpoint.mirror={url}", f"--run-dir={tmp_path}/run")
 
     assert ended == [2]
     assert "another start of the run (attempt 0 on b, generation 9)" in capfd.readouterr().out
@@ -93,14 +93,14 @@ def test_a_run_whose_mirror_another_start_has_taken_over_ends_and_is_not_restart
 
 def test_a_failed_upload_ends_the_run_only_if_that_is_wanted(ranks, tmp_path, server):
     url = server.bucket()
-    server.before = lambda method, path: 500 if "/data/" in path else None
+    server.before = lambda method, path: 403 if "/data/" in path else None
 
-    ended = codes(ranks, 1, *FLAGS, "--steps=4000", f"--checkpoint.mirror={url}",
-                  f"--run-dir={tmp_path}/run", "--checkpoint.on-error=stop")
+    ended = codes(ranks, 1, *LONG, f"--checkpoint.mirror={url}", f"--run-dir={tmp_path}/run",
+                  "--checkpoint.on-error=stop")
 
     assert ended == [1]
     failed = events(tmp_path / "run", "mirror-failed")
-    assert "500" in failed[0]["why"]
+    assert "403" in failed[0]["why"]
 
 
 @pytest.mark.parametrize("wrong", ["no bucket", "forbidden", "no conditions"])

@@ -19,6 +19,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
 from trainer.storage.files import make_folder, replace_bytes
 from trainer.storage.object_store import ObjectStore, StoreError, Version
+from trainer.telemetry.events import Log
 
 OWNER, CHECKPOINTS, FINISHED, DATA, RECORDS = "owner", "checkpoints", "finished", "data", "records"
 LINES = (layout.METRICS, layout.EVENTS, layout.TIMING)
@@ -206,21 +208,23 @@ class MirrorSource:
 
     Args:
         entries: the checkpoints that the mirror has.
-        say: called with a line before a download.
+        log: gets a line and an event for each download.
+        claim: called before a download, to take the lock of the run folder.
     """
 
-    def __init__(self, mirror: Mirror | None = None, entries: Sequence[MirrorEntry] = (),
-                 say: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(self, mirror: Mirror | None = None, entries: Sequence[MirrorEntry] = (), *,
+                 log: Log | None = None, claim: Callable[[], object] = lambda: None) -> None:
         self.checkpoints = [(entry.generation, entry.step) for entry in entries]
         """Generation and step of each."""
         self.fetched: set[int] = set()
         """Steps that have been fetched."""
-        self._mirror, self._say = mirror, say
+        self._mirror, self._log, self._claim = mirror, log or Log(), claim
 
     def fetch(self, generation: int, step: int, local: Store) -> None:
         """Download a checkpoint, verify it and commit it locally. Raises CheckpointDamaged, and
         MirrorFailed if the store can't be reached."""
         assert self._mirror is not None
+        self._claim()
         began_s = time.monotonic()
         try:
             info = self._mirror.fetch(MirrorEntry(generation, step), local)
@@ -229,7 +233,9 @@ class MirrorSource:
                                f"step {step} can't be read: {error}") from error
         self.fetched.add(step)
         size, seconds = total_bytes(info.manifest), time.monotonic() - began_s
-        self._say(f"fetched step {step} from the mirror: {size / 1e6:.0f} MB in {seconds:.1f} s")
+        self._log.event("fetched", at_step=step, bytes=size, seconds=round(seconds, 6))
+        self._log.info(f"fetched step {step} from the mirror: {size / 1e6:.3g} MB in "
+                       f"{seconds:.1f} s")
 
 
 def total_bytes(manifest: Mapping[str, Any]) -> int:
@@ -240,3 +246,36 @@ def total_bytes(manifest: Mapping[str, Any]) -> int:
 def record_key(name: str, digest: str) -> str:
     """The key of a part of a record."""
     return f"{RECORDS}/{name}-{digest}"
+
+
+def fetch_run(url: str, folder: Path, *, steps: Collection[int] | None = None) -> list[str]:
+    """Copy a mirrored run into a run folder, for a command that is given a URL: its newest records,
+    its product, and its checkpoints (only those of `steps`). Returns what is damaged there. Raises
+    ConfigError if the mirror is empty or can't be read."""
+    mirror, damaged = Mirror.open(url, flag="the URL"), list[str]()
+    local = Store(folder / layout.CHECKPOINTS, keep=1)
+    try:
+        entries, products = mirror.entries(), mirror.entries(FINISHED)
+        if not entries:
+            raise ConfigError(f"{url}: there is no checkpoint; give that of --checkpoint.mirror.")
+        for entry in entries:
+            if steps is None or entry.step in steps:
+                with _collected(damaged):
+                    mirror.fetch(entry, local)
+        for entry in entries[-1:]:
+            with _collected(damaged):
+                mirror.fetch_records(entry, folder)
+        for entry in products[-1:]:
+            with _collected(damaged):
+                mirror.fetch_product(entry, folder)
+    except StoreError as error:
+        raise ConfigError(f"{url}: {error}.") from None
+    return damaged
+
+
+@contextmanager
+def _collected(damaged: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointDamaged as error:
+        damaged.append(str(error))

@@ -241,15 +241,15 @@ class MirrorWriter:
         if self.bytes_per_s is None or left_s == math.inf:
             self._leave_out_active = left_s < math.inf and None not in (
                 self._active, self._waiting)
-            self._log.info(f"uploading step {last.step} to the mirror: {size / 1e6:.0f} MB")
+            self._log.info(f"uploading step {last.step} to the mirror: {size / 1e6:.3g} MB")
             return
         needed_s = size / self.bytes_per_s
         before = 0 if self._active is None or self._waiting is None else self._size(
             self._active.step) - self._active_bytes
         self._leave_out_active = before > 0 and (
             needed_s <= left_s < needed_s + before / self.bytes_per_s)
-        text = (f"uploading step {last.step} to the mirror: {size / 1e6:.0f} MB take about "
-                f"{needed_s:.0f} s at {self.bytes_per_s / 1e6:.0f} MB/s, {left_s:.0f} s are left")
+        text = (f"uploading step {last.step} to the mirror: {size / 1e6:.3g} MB take about "
+                f"{needed_s:.0f} s at {self.bytes_per_s / 1e6:.3g} MB/s, {left_s:.0f} s are left")
         (self._log.info if needed_s <= left_s else self._log.warning)(text)
 
     def _size(self, step: int) -> int:

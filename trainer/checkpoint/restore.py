@@ -66,13 +66,14 @@ def find_checkpoint(
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
+    bad_remote: set[tuple[int, int]] = set()
     while True:
         here = store.checkpoints()
         mine = [[i.generation, i.step] for i in here if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        remote = [[g, step] for g, step in mirror.checkpoints if (g, step) not in bad
+        remote = [[g, step] for g, step in mirror.checkpoints if (g, step) not in bad_remote
                   and (newest is None or step <= newest)]
         seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
@@ -89,11 +90,14 @@ def find_checkpoint(
         holder = next((r for r, view in enumerate(seen) if list(latest) in view["good"]), None)
         try:
             if holder is None:
-                holder = _fetch(mirror, latest, store, world)
-            found = _read_by(holder, latest[1], store, world)
+                _fetch(mirror, latest, store, world)
+            found = _read_by(holder or 0, latest[1], store, world)
         except CheckpointDamaged as error:
             why = str(error)
+            if holder is None:
+                bad_remote.add(latest)
         else:
+            bad_remote.add(latest)  # it is on a disk now
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
@@ -108,11 +112,10 @@ def find_checkpoint(
         bad.add(latest)
 
 
-def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> int:
-    """Collective. Fetch a checkpoint from the mirror to the disk of rank 0; returns that rank.
-    Raises CheckpointDamaged on all ranks."""
+def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> None:
+    """Collective. Fetch a checkpoint from the mirror to the disk of rank 0. Raises
+    CheckpointDamaged on all ranks."""
     world.fail_together(partial(mirror.fetch, *latest, store) if world.is_main else lambda: None)
-    return 0
 
 
 def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bool:
@@ -124,7 +127,7 @@ def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bo
     if held is None:
         return False
     try:
-        _fetch(mirror, held, store, world)
+        _fetch(mirror, (held[0], held[1]), store, world)
     except CheckpointDamaged:
         return False
     return True

@@ -21,6 +21,7 @@ from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_FAILURE,
     EXIT_STOPPED,
+    FINAL_EXIT_CODES,
     ConfigError,
     StopRequested,
     TrainerError,
@@ -217,23 +218,25 @@ class Training:
 
     @contextlib.contextmanager
     def _uploads_finished(self, config: Config[Any], world: World) -> Iterator[None]:
-        """Finally wait for the uploads to the mirror: after a stop for --stop.grace-s from the
-        signal on; after a failure as long, unless a launcher starts the next attempt, on this disk;
-        at the end of a run without a limit."""
-        failed_s = math.inf
+        """Finally wait for the uploads to the mirror: at the end of a run without a limit; after a
+        stop for --stop.grace-s from the signal on; after a failure as long, unless the launcher
+        restarts the ranks: the next attempt has this disk."""
+        ended_s, restarts = math.inf, False
+
+        def left_s() -> float:
+            began_s = self._stop.since_s if self._stop.requested else ended_s
+            return began_s + config.stop.grace_s - LEAVING_S - time.monotonic()
+
         try:
             yield
-        except BaseException:
-            restarts = world.launch.run_id is not None and not self._stop.requested
-            failed_s = -math.inf if restarts else time.monotonic()
+        except BaseException as error:
+            is_final = getattr(error, "exit_code", EXIT_FAILURE) in FINAL_EXIT_CODES
+            restarts = world.launch.run_id is not None and not is_final
+            ended_s = time.monotonic()
             raise
         finally:
-            def left_s() -> float:
-                began_s = self._stop.since_s if self._stop.requested else failed_s
-                return began_s + config.stop.grace_s - LEAVING_S - time.monotonic()
-
-            if self.guard is not None:
-                self.guard.finish_uploads(left_s)
+            if self.guard is not None and self.guard.mirror is not None and not restarts:
+                self.guard.mirror.drain(left_s)
 
     def _survive(self, guard: Guard, error: BaseException) -> None:
         """Save what can be saved after an error. Raises StopRequested in place of an error that

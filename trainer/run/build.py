@@ -18,6 +18,7 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
+from trainer.checkpoint.mirror import MirrorSource
 from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
@@ -110,11 +111,11 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     every = config.checkpoint.mirror_every
     policy = MirrorPolicy(every=None if every == "auto" else setup.steps(every), keep=keep,
                           keep_every=keep_every)
-    if view is not None and view.entries:  # a checkpoint may be fetched
-        run_dir.take_lock(path, lock, world)
+    source = MirrorSource() if view is None else MirrorSource(
+        view.mirror, view.entries, log=context.log,
+        claim=partial(run_dir.take_lock, path, lock, world))
     return RunFolder(
-        identity=identity, lock=lock, store=store, faults=faults, view=view,
-        source=mirroring.source(view, context.log),
+        identity=identity, lock=lock, store=store, faults=faults, view=view, source=source,
         mirror=mirroring.make_writer(view, store, path, policy, context.log),
         generation=mirroring.next_generation(view, store, world))
 
@@ -147,7 +148,8 @@ def _find_resumption(
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
                                               before=[*saved.inexact, *doubts])
     context.status.move_to(position)
-    if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
+    is_over = position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited
+    if is_over and mirroring.has_product(folder.view, position, world):
         run_dir.refuse_finished(context.path, world, position)
     if where:
         decision = replace(decision, changes=(*decision.changes, where))
@@ -202,7 +204,7 @@ def _enter_folder(
     world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
                                 path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
-    mirroring.begin(folder.mirror, resumption.found)
+    mirroring.start_uploads(folder.mirror, resumption.found)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -171,12 +171,6 @@ class Guard:
         self.checkpoint.close()
         self.metrics.close()
 
-    def finish_uploads(self, left_s: Callable[[], float]) -> None:
-        """Wait while `left_s()` is positive until the mirror has all saves, then end its thread."""
-        if self.mirror is not None:
-            self.mirror.drain(left_s)
-            self.mirror.close()
-
     def abandon(self) -> None:
         """Close the files after a failure, without raising another error."""
         self.timing.close()
@@ -186,6 +180,8 @@ class Guard:
 
     def release(self) -> None:
         """Give back what the run holds, in a process that continues."""
+        if self.mirror is not None:
+            self.mirror.close()
         self.loader.close()
         self.lock.close()
         self.checkpoint.store.close()

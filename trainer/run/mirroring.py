@@ -63,9 +63,11 @@ def look(
     return view
 
 
-def source(view: MirrorView | None, log: Log) -> MirrorSource:
-    """The checkpoints of the mirror, for `find_checkpoint`."""
-    return MirrorSource() if view is None else MirrorSource(view.mirror, view.entries, log.info)
+def has_product(view: MirrorView | None, step: int, world: World) -> bool:
+    """Collective. Whether the mirror has the product of the run that ended at a step, or there is
+    no mirror that could be read."""
+    return bool(world.broadcast_json(view is None or view.owner is None or any(
+        product.step == step for product in view.products)))
 
 
 def restore_records(
@@ -126,7 +128,7 @@ def take(writer: MirrorWriter | None, identity: RunIdentity, generation: int, pa
     replace_json(path / layout.MIRROR, {"url": url, "launch": launch, "generation": generation})
 
 
-def begin(writer: MirrorWriter | None, found: CheckpointRef | None) -> None:
+def start_uploads(writer: MirrorWriter | None, found: CheckpointRef | None) -> None:
     """Start the uploads, with the checkpoint that is continued if the mirror doesn't have it."""
     if writer is not None:
         writer.start()
