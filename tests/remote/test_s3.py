@@ -23,7 +23,7 @@ from trainer.checkpoint.mirror import Mirror
 from trainer.config.schema import Checkpoint
 from trainer.errors import ConfigError
 from trainer.storage import object_store, open_uploads
-from trainer.storage.object_store import AccessDenied, ObjectStore, StoreError
+from trainer.storage.object_store import AccessDenied, Missing, ObjectStore, StoreError
 from trainer.storage.open_uploads import _request, abort_open_uploads
 
 WRITERS = """
@@ -162,7 +162,7 @@ def test_a_store_that_ignores_conditions_is_refused_at_the_start(tmp_path, serve
         machine.take(nonce="a")
 
 
-@pytest.mark.parametrize(("status", "kind"), [(403, AccessDenied), (404, FileNotFoundError),
+@pytest.mark.parametrize(("status", "kind"), [(403, AccessDenied), (404, Missing),
                                               (500, StoreError)])
 def test_the_message_of_a_refused_request_has_no_secrets(server, status, kind):
     store = ObjectStore.open(server.bucket())

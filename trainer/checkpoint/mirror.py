@@ -31,7 +31,7 @@ from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
 from trainer.storage.files import make_folder, replace_bytes
-from trainer.storage.object_store import ObjectStore, StoreError, Version
+from trainer.storage.object_store import Missing, ObjectStore, StoreError, Version
 from trainer.telemetry.events import Log
 
 OWNER, CHECKPOINTS, FINISHED, DATA, RECORDS = "owner", "checkpoints", "finished", "data", "records"
@@ -105,9 +105,10 @@ class Mirror:
         """The current owner; None if no run has used the mirror."""
         if (found := self.store.read(OWNER)) is None:
             return None
-        known = {name: value for name, value in json.loads(found[0]).items()
-                 if name in Owner.__dataclass_fields__}
-        return Owner(**known), found[1]
+        try:
+            return Owner(**json.loads(found[0])), found[1]
+        except (ValueError, TypeError):
+            raise StoreError(f"the object {OWNER} is not that of a mirror") from None
 
     def entries(self, kind: str = CHECKPOINTS) -> list[MirrorEntry]:
         """The committed checkpoints (or products, of kind FINISHED), oldest first."""
@@ -138,7 +139,7 @@ class Mirror:
                 size += len(part)
                 self._progress()
                 yield part
-        except FileNotFoundError as error:
+        except Missing as error:
             raise CheckpointDamaged(f"{place}: {key} is missing") from error
         if (size, hasher.hexdigest()) != (file["bytes"], file["xxh3_128"]):
             raise CheckpointDamaged(f"{place}: {name} doesn't match its checksum")

@@ -172,7 +172,7 @@ class MirrorWriter:
         """Upload the local checkpoint of a step when the upload in progress is done, in place of
         one that still waits; `always`: whatever the interval."""
         every = self._policy.every
-        due = every is None or (every and step // every > self._offered // every)
+        due = every is None or (every and step // every != self._offered // every)
         if always or due:
             self._offered = step
             self._enqueue(_Upload(step, self._clock()))
@@ -272,11 +272,12 @@ class MirrorWriter:
                 return
             except _Abandoned:
                 self._done()
-            except (CheckpointDamaged, FileNotFoundError) as error:  # the local one
+            except CheckpointDamaged as error:  # the local one
                 self._log.warning(f"step {upload.step} is not uploaded: {error}")
                 self._done()
-            except (StoreError, OSError) as error:
-                self._fail(upload, str(error), pause_s)
+            except Exception as error:
+                kind = "" if isinstance(error, StoreError) else f"{type(error).__name__}: "
+                self._fail(upload, f"{kind}{error}", pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 self._succeed()

@@ -56,6 +56,9 @@ def look(
         log.warning(f"the mirror can't be reached, so the checkpoints of this disk are used: "
                     f"{error}")
         return MirrorView(mirror=mirror)
+    if view.owner is None and view.entries:
+        raise ConfigError(f"--checkpoint.mirror {url}: it has checkpoints and no object owner, so "
+                          "another program has changed it; choose another URL.")
     if restarted and view.owner is not None and view.owner.launch != launch:
         raise MirrorTaken(
             f"--checkpoint.mirror {url}: another start of the run (attempt {view.owner.attempt} on "

@@ -13,7 +13,7 @@ import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -38,6 +38,10 @@ class StoreError(Exception):
 
 class AccessDenied(StoreError):
     """The credentials are missing or wrong, or don't permit the request."""
+
+
+class Missing(StoreError):
+    """There is no such object, or no such bucket."""
 
 
 class Conflict(StoreError):
@@ -134,7 +138,7 @@ class ObjectStore:
             with _translated(key):
                 found = self._api.get(self._store, key)
                 return bytes(found.bytes()), _version(found.meta)
-        except FileNotFoundError:
+        except Missing:
             return None
 
     def upload(self, key: str, path: Path, on_chunk: Callable[[memoryview], object]) -> None:
@@ -153,7 +157,7 @@ class ObjectStore:
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """The content of an object of this size, in parts that are read in parallel. Raises
-        FileNotFoundError if it is missing."""
+        Missing."""
         def part(start: int) -> bytes:
             with _translated(key):
                 return bytes(self._api.get_range(
@@ -178,11 +182,8 @@ class ObjectStore:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, which may be missing."""
         for key in keys:
-            try:
-                with _translated(key):
-                    self._api.delete(self._store, key)
-            except FileNotFoundError:
-                continue
+            with suppress(Missing), _translated(key):
+                self._api.delete(self._store, key)
 
 
 def _chunks(file: Any, size: int, on_chunk: Callable[[memoryview], object]) -> Iterator[bytes]:
@@ -198,13 +199,13 @@ def _version(meta: Any) -> Version:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raise the errors of obstore as those of this module; FileNotFoundError stays."""
+    """Raise the errors of obstore as those of this module."""
     from obstore import exceptions
 
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(_message(error)) from None
+        raise Missing(_message(error)) from None
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
         raise Conflict(_message(error)) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
