@@ -11,7 +11,8 @@ from obstore.store import MemoryStore
 from runs import state_json
 
 from trainer.checkpoint.mirror import Mirror, Owner
-from trainer.checkpoint.mirror_writer import MirrorPolicy, MirrorWriter
+from trainer.checkpoint.mirror_uploads import MirrorUploads
+from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
 from trainer.storage import layout
@@ -85,21 +86,22 @@ class Machine:
         self.console = io.StringIO()
         self.log = Log(stream=self.console)
         self.log.open_events(path / layout.EVENTS, attempt=0, nonce="")
-        self.writer = MirrorWriter(Mirror(store), self.local, path,
-                                   MirrorPolicy(keep=keep, **policy), log=self.log,
-                                   clock=lambda: self.clock_s)
+        self.uploads = MirrorUploads(Mirror(store), self.local, path,
+                                     MirrorPolicy(keep=keep, **policy), log=self.log,
+                                     clock=lambda: self.clock_s)
 
     def take(self, *, nonce: str, generation: int | None = None) -> None:
         """Start an attempt."""
         if generation is None:
             found = Mirror(self.store).owner()
             generation = 1 if found is None else found[0].generation + 1
-        self.writer.take(Owner(run=RUN, generation=generation, nonce=nonce, host=self.path.name))
+        self.uploads.fence.take(
+            Owner(run=RUN, generation=generation, nonce=nonce, host=self.path.name))
 
     def save(self, step: int, *, best: int = 0, size: int = 10, generation: int | None = None,
              offset: int | None = None) -> None:
         """Write a local checkpoint, whose bytes depend on the step."""
-        made = self.writer.owner.generation if generation is None else generation
+        made = self.uploads.fence.owner.generation if generation is None else generation
         state = state_json(best=best, record={"offset": offset})
         with self.local.stage(step, generation=made) as stage:
             stage.write(layout.MODEL, b"%8d" % step * size)
@@ -109,13 +111,13 @@ class Machine:
     def upload(self, step: int, **options: Any) -> None:
         """Save and mirror a step, in this thread."""
         self.save(step, **options)
-        self.writer.offer(step, always=True)
+        self.uploads.offer(step, always=True)
         self.work()
 
     def work(self) -> None:
         """What the thread of the mirror does for one upload."""
-        self.writer._mirror(self.writer._next())
-        self.writer._succeed()
+        self.uploads._upload(self.uploads._next())
+        self.uploads._succeed()
 
     def events(self, name: str) -> list[dict[str, Any]]:
         lines = (self.path / layout.EVENTS).read_text().splitlines()

@@ -11,11 +11,11 @@ pytest.importorskip("obstore", reason="the extra trainer[remote] is not installe
 import obstore
 from mirrors import RUN, Cut, FaultyStore, Machine, newest
 
-from trainer.checkpoint import mirror_writer
+from trainer.checkpoint import mirror_uploads
 from trainer.checkpoint.mirror import Mirror, MirrorEntry, Owner
-from trainer.errors import MirrorTaken
+from trainer.errors import CheckpointDamaged, MirrorTaken
 from trainer.storage import layout
-from trainer.storage.object_store import AccessDenied, ObjectStore
+from trainer.storage.object_store import AccessDenied, ObjectStore, StoreError
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_a_writer_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
         store = FaultyStore()
         machine = Machine(tmp_path / "first", store, keep=1)
         machine.take(nonce="a")
-        machine.writer.offer(1, always=True)
+        machine.uploads.offer(1, always=True)
         machine.work()
-        machine.writer.offer(2, always=True)
+        machine.uploads.offer(2, always=True)
         made = len(store.requests)
 
         def die(operation, key, store=store, made=made, number=number):
@@ -116,9 +116,9 @@ def test_a_local_checkpoint_that_is_damaged_is_not_uploaded(store, machine):
     machine.save(2)
     path = machine.local.find(2).path / layout.MODEL
     path.write_bytes(path.read_bytes()[::-1])
-    machine.writer.offer(2, always=True)
+    machine.uploads.offer(2, always=True)
 
-    with pytest.raises(mirror_writer.CheckpointDamaged, match="doesn't match its checksum"):
+    with pytest.raises(CheckpointDamaged, match="doesn't match its checksum"):
         machine.work()
     assert steps(store) == [1]
 
@@ -136,7 +136,7 @@ def test_a_stale_writer_is_refused_and_deletes_nothing(tmp_path, store, machine)
     with pytest.raises(MirrorTaken, match=r"another start .*attempt 0 on second, generation 2"):
         machine.upload(4)
     with pytest.raises(MirrorTaken):
-        machine.writer._prune()
+        machine.uploads.writer.prune()
 
     assert "delete" not in {operation for operation, _ in store.requests[made:]}
     assert set(kept) <= set(store.keys())
@@ -213,13 +213,13 @@ def test_nothing_is_pruned_before_a_newer_checkpoint_is_verified(tmp_path, store
         if operation == "download":
             ObjectStore.put(store, key, b"?" * 80)
     store.before = damage
-    with pytest.raises(mirror_writer.StoreError, match="read back, step-00000003 in the mirror"):
+    with pytest.raises(StoreError, match="read back, step-00000003 in the mirror"):
         machine.upload(3)
 
     assert set(kept) <= set(store.keys("data"))
     assert steps(store) == [1, 2], "the damaged one is not left there"
     store.before = lambda operation, key: None
-    machine.writer.offer(3, always=True)
+    machine.uploads.offer(3, always=True)
     machine.work()
     assert steps(store) == [2, 3]
     assert {key.split("/")[1][:13] for key in store.keys("data")} == {
@@ -229,8 +229,8 @@ def test_nothing_is_pruned_before_a_newer_checkpoint_is_verified(tmp_path, store
 def test_the_best_weights_are_kept_and_uploaded_first(store, machine):
     machine.save(1)
     machine.save(2, best=1)
-    machine.writer.offer(1, always=True)
-    machine.writer.offer(2, always=False)  # in place of 1
+    machine.uploads.offer(1, always=True)
+    machine.uploads.offer(2, always=False)  # in place of 1
     machine.work()
     assert steps(store) == [1, 2]
     for step in (3, 4, 5):
@@ -265,7 +265,7 @@ def test_a_start_deletes_what_a_dead_writer_has_left(tmp_path, store, machine):
     ObjectStore.put(store, "data/step-00000002-0123abcd/model.safetensors", b"half")
     other = Machine(tmp_path / "second", store.beside())
     other.take(nonce="b")
-    other.writer._prepare()
+    assert other.uploads.writer.manifests
 
     assert store.keys() == kept
 
@@ -275,8 +275,8 @@ def test_the_interval_of_uploads(store, tmp_path):
     machine.take(nonce="a")
     for step, always in ((4, False), (8, False), (12, False), (16, True), (19, False), (24, False)):
         machine.save(step)
-        machine.writer.offer(step, always=always)
-        if machine.writer.in_use:
+        machine.uploads.offer(step, always=always)
+        if machine.uploads.in_use:
             machine.work()
 
     assert steps(store) == [12, 16, 24]
@@ -286,39 +286,39 @@ def test_the_interval_of_uploads(store, tmp_path):
 
 def test_a_network_that_fails_is_told_once_and_the_newest_save_is_uploaded_then(
         store, machine, monkeypatch):
-    monkeypatch.setattr(mirror_writer, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(mirror_writer, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mirror_uploads, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mirror_uploads, "LONGEST_PAUSE_S", 0.01)
 
     def cut(operation, key):
         raise Cut("no route to host")
     store.before = cut
-    machine.writer.start()
+    machine.uploads.start()
     for step in (1, 2):
         machine.save(step)
-        machine.writer.offer(step, always=True)
+        machine.uploads.offer(step, always=True)
     while len(machine.events("mirror-failed")) < 4:
         pass
     machine.clock_s = 42.0
-    assert machine.writer.failure == "no route to host"
-    assert machine.writer.behind() == "mirror 42 s behind"
+    assert machine.uploads.failure == "no route to host"
+    assert machine.uploads.behind() == "mirror 42 s behind"
     store.before = lambda operation, key: None
 
-    assert machine.writer.drain(lambda: 1.0)
+    assert machine.uploads.drain(lambda: 1.0)
     assert steps(store) == [2]
-    assert (machine.writer.failure, machine.writer.behind()) == (None, "")
+    assert (machine.uploads.failure, machine.uploads.behind()) == (None, "")
     lines = machine.console.getvalue().splitlines()
     assert [line for line in lines if "could not be uploaded" in line] == lines[:1]
-    machine.writer.close()
+    machine.uploads.close()
 
 
 @pytest.mark.parametrize("left_s", [30.0, 3.0])
 def test_at_a_stop_it_is_said_whether_the_save_fits_into_the_time(store, machine, left_s):
     machine.save(1, size=1000)
-    machine.writer.bytes_per_s = 1000.0
-    machine.writer.offer(1, always=True)
+    machine.uploads.bytes_per_s = 1000.0
+    machine.uploads.offer(1, always=True)
     ends = iter([left_s, left_s])
 
-    assert not machine.writer.drain(lambda: next(ends, 0.0))  # no thread
+    assert not machine.uploads.drain(lambda: next(ends, 0.0))  # no thread
 
     said = machine.console.getvalue()
     assert f"about 8 s at 0.001 MB/s, {left_s:.0f} s are left" in said
@@ -330,10 +330,7 @@ def test_a_stop_takes_the_place_of_an_older_upload_that_would_not_leave_it_the_t
         store, machine, tmp_path):
     for step in (1, 2):
         machine.save(step, size=2 << 20)  # three parts
-    machine.writer.bytes_per_s = float(17 << 20)
-
-    def stop(chunk_of_upload):
-        pass
+    machine.uploads.bytes_per_s = float(17 << 20)
 
     uploaded = []
     real = ObjectStore.upload
@@ -343,15 +340,15 @@ def test_a_stop_takes_the_place_of_an_older_upload_that_would_not_leave_it_the_t
             on_chunk(data)
             if "step-00000001" in key and not uploaded:
                 uploaded.append(key)
-                machine.writer.offer(2, always=True)
-                with machine.writer._changed:
-                    machine.writer._forecast(machine.writer._waiting, 1.5)
+                machine.uploads.offer(2, always=True)
+                with machine.uploads._changed:
+                    machine.uploads._forecast(machine.uploads._waiting, 1.5)
         real(self, key, path, chunk)
     store.upload = upload.__get__(store)
-    machine.writer.offer(1, always=True)
+    machine.uploads.offer(1, always=True)
 
-    with pytest.raises(mirror_writer._Abandoned):
+    with pytest.raises(mirror_uploads._Abandoned):
         machine.work()
-    machine.writer._done()
+    machine.uploads._done()
     machine.work()
     assert steps(store) == [2]

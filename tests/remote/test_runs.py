@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("obstore", reason="the extra trainer[remote] is not installed")
 
-from mirrors import Machine
 from runs import TAPE, codes, events, metrics, run
 
-from trainer.checkpoint.mirror import Mirror
+from trainer.checkpoint.mirror import Mirror, Owner
+from trainer.checkpoint.mirror_fence import Fence
 from trainer.commands import compare
 from trainer.storage import layout
 from trainer.storage.object_store import ObjectStore
@@ -79,9 +79,9 @@ def test_a_run_whose_mirror_another_start_has_taken_over_ends_and_is_not_restart
     def take_over(method, path):
         if method == "PUT" and "/checkpoints/" in path:
             server.before = lambda method, path: None
-            found = Mirror(ObjectStore.open(url)).owner()
-            other = Machine(tmp_path / "other", ObjectStore.open(url))
-            other.writer.take(type(found[0])(run=found[0].run, generation=9, nonce="b", host="b"))
+            mirror = Mirror(ObjectStore.open(url))
+            owner, _ = mirror.owner()
+            Fence(mirror).take(Owner(run=owner.run, generation=9, nonce="b", host="b"))
     server.before = take_over
 
     ended = codes(ranks, 1, *LONG, f"--checkpoint.mirror={url}", f"--run-dir={tmp_path}/run")
@@ -96,7 +96,7 @@ def test_a_failed_upload_ends_the_run_only_if_that_is_wanted(ranks, tmp_path, se
     server.before = lambda method, path: 403 if "/data/" in path else None
 
     ended = codes(ranks, 1, *LONG, f"--checkpoint.mirror={url}", f"--run-dir={tmp_path}/run",
-                  "--checkpoint.on-error=stop")
+                  "--checkpoint.on-error=stop", "--stop.grace-s=1")
 
     assert ended == [1]
     failed = events(tmp_path / "run", "mirror-failed")

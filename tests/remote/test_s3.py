@@ -40,9 +40,9 @@ for line in sys.stdin:
     if not child:
         Path(pid_file).write_text(str(os.getpid()))
         machine = Machine(Path(folder), object_store.ObjectStore.open(url), keep=1)
-        machine.writer.owner, _ = machine.writer.mirror.owner()
-        machine.writer._owns = True
-        machine.writer.offer(2, always=True)
+        machine.uploads.fence.owner, _ = machine.uploads.fence.mirror.owner()
+        machine.uploads.fence.is_held = True
+        machine.uploads.offer(2, always=True)
         machine.work()
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -80,7 +80,7 @@ def start_mirror(server: S3Server, folder: Path) -> str:
     url = f"{server.bucket()}/runs/one"
     machine = Machine(folder, ObjectStore.open(url), keep=1)
     machine.take(nonce="a")
-    machine.writer.offer(1, always=True)
+    machine.uploads.offer(1, always=True)
     machine.work()
     return url
 
@@ -122,7 +122,7 @@ def test_sigkill_at_20_instants_of_an_upload_leaves_the_old_or_the_new_checkpoin
         shutil.copytree(folder, tmp_path / f"disk-{instant}")
         other = Machine(tmp_path / f"disk-{instant}", ObjectStore.open(url), keep=1)
         other.take(nonce="b")
-        other.writer._prepare()
+        assert other.uploads.writer.manifests
         abort_open_uploads(url, datetime.now(UTC) + timedelta(days=2))
         listed = _request("GET", f"/{url.split('/')[2]}", {"uploads": ""})
         assert "<UploadId>" not in listed

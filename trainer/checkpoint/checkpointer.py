@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
-from trainer.checkpoint.mirror_writer import MirrorWriter
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, restore_model, restore_state
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
@@ -101,7 +101,7 @@ class Checkpointer:
     def __init__(
         self, *, store: Store, state: TrainState, world: World, log: Log, record: RunRecord,
         config: schema.Checkpoint, marks: ProgressMarks | None = None,
-        mirror: MirrorWriter | None = None,
+        mirror: MirrorUploads | None = None,
     ) -> None:  # fmt: skip
         self.store, self.generation = store, record.generation
         self.waits = 0

@@ -9,7 +9,7 @@
 A manifest is that of the local checkpoint (generation, step, kind, run, sizes, hashes), and names
 the folder of its files, the step of the best weights, and the parts of the records. Objects other
 than `owner` are never changed, so a reader never sees half of a checkpoint. Newest is the one with
-the highest (generation, step). `mirror_writer` describes how generations are given.
+the highest (generation, step). `mirror_fence` describes how generations are given.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
         claim=partial(run_dir.take_lock, path, lock, world))
     return RunFolder(
         identity=identity, lock=lock, store=store, faults=faults, view=view, source=source,
-        mirror=mirroring.make_writer(view, store, path, policy, context.log),
+        mirror=mirroring.make_uploads(view, store, path, policy, context.log),
         generation=mirroring.next_generation(view, store, world))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.mirror import MirrorSource, MirrorView
-from trainer.checkpoint.mirror_writer import MirrorWriter
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.config.compatibility import ResumeDecision
@@ -51,7 +51,7 @@ class RunFolder:
     lock: RunLock
     store: Store
     faults: Sequence[Fault]
-    mirror: MirrorWriter | None = None
+    mirror: MirrorUploads | None = None
     """Set on rank 0 of a run with a mirror."""
     view: MirrorView | None = None
     source: MirrorSource = field(default_factory=MirrorSource)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.mirror_writer import MirrorWriter
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
@@ -43,7 +43,7 @@ class Guard:
     loader: Loader
     metrics: Metrics
     timing: StepTiming
-    mirror: MirrorWriter | None = None
+    mirror: MirrorUploads | None = None
 
     @property
     def current_step(self) -> int:

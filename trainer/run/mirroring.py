@@ -15,7 +15,8 @@ from trainer.checkpoint.mirror import (
     MirrorView,
     Owner,
 )
-from trainer.checkpoint.mirror_writer import MirrorPolicy, MirrorWriter
+from trainer.checkpoint.mirror_uploads import MirrorUploads
+from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.config.schema import Config
@@ -87,16 +88,16 @@ def restore_records(
             view.mirror.fetch_product(product, path)
 
 
-def make_writer(
+def make_uploads(
     view: MirrorView | None, store: Store, path: Path, policy: MirrorPolicy, log: Log
-) -> MirrorWriter | None:
-    """The writer of the mirror, on rank 0 of a run with one. It doesn't own the mirror yet."""
+) -> MirrorUploads | None:
+    """The uploads, on rank 0 of a run with a mirror; the fence is not taken yet."""
     if view is None:
         return None
     speeds = [event["mb_per_s"] * 1e6 for event in read_events(path / layout.EVENTS)
               if event.get("event") == "mirror" and event.get("mb_per_s")]
-    return MirrorWriter(view.mirror, store, path, policy, log=log,
-                        bytes_per_s=speeds[-1] if speeds else None)
+    return MirrorUploads(view.mirror, store, path, policy, log=log,
+                         bytes_per_s=speeds[-1] if speeds else None)
 
 
 def next_generation(view: MirrorView | None, store: Store, world: World) -> int:
@@ -110,18 +111,18 @@ def next_generation(view: MirrorView | None, store: Store, world: World) -> int:
     return 1 + latest if world.broadcast_json(view is not None) else 0
 
 
-def take(writer: MirrorWriter | None, identity: RunIdentity, generation: int, path: Path,
+def take(uploads: MirrorUploads | None, identity: RunIdentity, generation: int, path: Path,
          world: World, log: Log) -> None:
     """On rank 0, become the owner of the mirror. Raises MirrorTaken if another start was faster,
     and ConfigError if the mirror can't be written."""
-    if writer is None:
+    if uploads is None:
         return
-    launch, url = run_dir.launch_id(world), writer.mirror.store.url
+    launch, url = run_dir.launch_id(world), uploads.fence.mirror.store.url
     owner = Owner(run=identity.run_id, generation=generation, nonce=world.nonce,
                   attempt=identity.attempt, launch=launch, host=socket.gethostname())
     before = read_json(path / layout.MIRROR) or {}
     try:
-        writer.take(owner)
+        uploads.fence.take(owner)
     except StoreError as error:
         if launch is None or before.get("launch") != launch:
             raise ConfigError(f"--checkpoint.mirror {url}: it can't be written: {error}. Check the "
@@ -131,9 +132,9 @@ def take(writer: MirrorWriter | None, identity: RunIdentity, generation: int, pa
     replace_json(path / layout.MIRROR, {"url": url, "launch": launch, "generation": generation})
 
 
-def start_uploads(writer: MirrorWriter | None, found: CheckpointRef | None) -> None:
+def start_uploads(uploads: MirrorUploads | None, found: CheckpointRef | None) -> None:
     """Start the uploads, with the checkpoint that is continued if the mirror doesn't have it."""
-    if writer is not None:
-        writer.start()
+    if uploads is not None:
+        uploads.start()
         if found is not None and found.path is None:
-            writer.offer(found.step, always=True)
+            uploads.offer(found.step, always=True)
