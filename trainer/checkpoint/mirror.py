@@ -186,57 +186,76 @@ class Mirror:
         return found[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MirrorView:
-    """What rank 0 sees of the mirror before the start changes anything."""
-
-    mirror: Mirror
-    owner: Owner | None = None
-    entries: Sequence[MirrorEntry] = ()
-    products: Sequence[MirrorEntry] = ()
-
-    @property
-    def record(self) -> dict[str, Any] | None:
-        """The run that it holds, as run.json describes one; None if it is empty."""
-        if self.owner is None:
-            return None
-        return {"run": self.owner.run, "attempt": self.owner.attempt,
-                "step": max((entry.step for entry in self.entries), default=0)}
-
-
 class MirrorSource:
-    """The checkpoints of a mirror from which a start can continue; none by default.
+    """What rank 0 finds in the mirror at a start, and continues from; nothing without a mirror.
 
     Args:
-        entries: the checkpoints that the mirror has.
+        entries, products: the checkpoints, and the products of the finished run.
         log: gets a line and an event for each download.
         claim: called before a download, to take the lock of the run folder.
     """
 
-    def __init__(self, mirror: Mirror | None = None, entries: Sequence[MirrorEntry] = (), *,
-                 log: Log | None = None, claim: Callable[[], object] = lambda: None) -> None:
-        self.checkpoints = [(entry.generation, entry.step) for entry in entries]
-        """Generation and step of each."""
-        self.fetched: set[int] = set()
-        """Steps that have been fetched."""
-        self._mirror, self._log, self._claim = mirror, log or Log(), claim
+    def __init__(
+        self, mirror: Mirror | None = None, *, owner: Owner | None = None,
+        entries: Sequence[MirrorEntry] = (), products: Sequence[MirrorEntry] = (),
+        log: Log | None = None, claim: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.mirror, self.owner, self.entries = mirror, owner, entries
+        self._products, self._log, self._claim = products, log or Log(), claim
+        self._fetched: set[MirrorEntry] = set()
 
-    def fetch(self, generation: int, step: int, local: Store) -> None:
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The run in the mirror, as run.json describes one; None if it is empty."""
+        return None if self.owner is None else {
+            "run": self.owner.run, "attempt": self.owner.attempt,
+            "step": max((entry.step for entry in self.entries), default=0)}
+
+    @property
+    def generation(self) -> int:
+        """The latest generation in the mirror."""
+        return max([entry.generation for entry in self.entries]
+                   + [0 if self.owner is None else self.owner.generation])
+
+    def lacks_product(self, step: int) -> bool:
+        """Whether the mirror could be read and has no product of the run that ended at a step."""
+        return self.owner is not None and step not in {p.step for p in self._products}
+
+    def fetch(self, entry: MirrorEntry, local: Store) -> None:
         """Download a checkpoint, verify it and commit it locally. Raises CheckpointDamaged, and
         MirrorFailed if the store can't be reached."""
-        assert self._mirror is not None
         self._claim()
         began_s = time.monotonic()
-        try:
-            info = self._mirror.fetch(MirrorEntry(generation, step), local)
-        except StoreError as error:
-            raise MirrorFailed(f"--checkpoint.mirror {self._mirror.store.url}: the checkpoint of "
-                               f"step {step} can't be read: {error}") from error
-        self.fetched.add(step)
+        with self._reached() as mirror:
+            info = mirror.fetch(entry, local)
+        self._fetched.add(entry)
         size, seconds = total_bytes(info.manifest), time.monotonic() - began_s
-        self._log.event("fetched", at_step=step, bytes=size, seconds=round(seconds, 6))
-        self._log.info(f"fetched step {step} from the mirror: {size / 1e6:.3g} MB in "
+        self._log.event("fetched", at_step=entry.step, bytes=size, seconds=round(seconds, 6))
+        self._log.info(f"fetched step {entry.step} from the mirror: {size / 1e6:.3g} MB in "
                        f"{seconds:.1f} s")
+
+    def restore_records(self, entry: MirrorEntry, folder: Path) -> None:
+        """If a checkpoint was fetched, write the metric lines and events of its run, and the
+        product if the run ended with it, into the run folder. Raises MirrorFailed."""
+        if entry not in self._fetched:
+            return
+        try:
+            with self._reached() as mirror:
+                mirror.fetch_records(entry, folder, LINES)
+                for product in self._products:
+                    if product.step == entry.step:
+                        mirror.fetch_product(product, folder)
+        except CheckpointDamaged as error:
+            self._log.warning(f"records of the run are lost: {error}")
+
+    @contextmanager
+    def _reached(self) -> Iterator[Mirror]:
+        assert self.mirror is not None
+        try:
+            yield self.mirror
+        except StoreError as error:
+            raise MirrorFailed(f"--checkpoint.mirror {self.mirror.store.url}: {error}. A restart "
+                               "tries again") from error
 
 
 def total_bytes(manifest: Mapping[str, Any]) -> int:

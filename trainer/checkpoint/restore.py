@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.mirror import MirrorSource
+from trainer.checkpoint.mirror import MirrorEntry, MirrorSource
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -73,8 +73,9 @@ def find_checkpoint(
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        remote = [[g, step] for g, step in mirror.checkpoints if (g, step) not in bad_remote
-                  and (newest is None or step <= newest)]
+        remote = [[e.generation, e.step] for e in mirror.entries
+                  if (e.generation, e.step) not in bad_remote
+                  and (newest is None or e.step <= newest)]
         seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in (*view["good"], *view["remote"])]
@@ -115,19 +116,20 @@ def find_checkpoint(
 def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> None:
     """Collective. Fetch a checkpoint from the mirror to the disk of rank 0. Raises
     CheckpointDamaged on all ranks."""
-    world.fail_together(partial(mirror.fetch, *latest, store) if world.is_main else lambda: None)
+    entry = MirrorEntry(*latest)
+    world.fail_together(lambda: mirror.fetch(entry, store) if world.is_main else None)
 
 
 def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bool:
     """Collective. Whether a rank has the checkpoint of the best weights, or can fetch it."""
     if any(world.gather_json(store.checksum(best))):
         return True
-    held = max((pair for pair in mirror.checkpoints if pair[1] == best), default=None)
-    held = world.broadcast_json(held)
+    held = world.broadcast_json(
+        max((e.generation for e in mirror.entries if e.step == best), default=None))
     if held is None:
         return False
     try:
-        _fetch(mirror, (held[0], held[1]), store, world)
+        _fetch(mirror, (held, best), store, world)
     except CheckpointDamaged:
         return False
     return True

@@ -18,7 +18,7 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
-from trainer.checkpoint.mirror import MirrorSource
+from trainer.checkpoint.mirror import MirrorEntry
 from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
@@ -99,11 +99,11 @@ def build(
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     """Collective. Find out which run the folder holds; nothing is written yet."""
     config, world, path = context.config, context.world, context.path
-    view = world.fail_together(partial(mirroring.look, config, path, world, context.marks,
-                                       context.log))
-    identity = run_dir.identify_run(path, world, context.log, resume=config.resume,
-                                    mirrored=None if view is None else view.record)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
+    source = world.fail_together(partial(
+        mirroring.look, context, partial(run_dir.take_lock, path, lock, world)))
+    identity = run_dir.identify_run(path, world, context.log, resume=config.resume,
+                                    mirrored=source.record)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
     keep, keep_every = config.checkpoint.keep, setup.steps(config.checkpoint.keep_every) or None
     store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=keep, keep_every=keep_every,
@@ -111,13 +111,10 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     every = config.checkpoint.mirror_every
     policy = MirrorPolicy(every=None if every == "auto" else setup.steps(every), keep=keep,
                           keep_every=keep_every)
-    source = MirrorSource() if view is None else MirrorSource(
-        view.mirror, view.entries, log=context.log,
-        claim=partial(run_dir.take_lock, path, lock, world))
     return RunFolder(
-        identity=identity, lock=lock, store=store, faults=faults, view=view, source=source,
-        mirror=mirroring.make_uploads(view, store, path, policy, context.log),
-        generation=mirroring.next_generation(view, store, world))
+        identity=identity, lock=lock, store=store, faults=faults, source=source,
+        mirror=mirroring.make_uploads(source, store, path, policy, context.log),
+        generation=mirroring.next_generation(source, store, world))
 
 
 def _find_resumption(
@@ -149,7 +146,7 @@ def _find_resumption(
                                               before=[*saved.inexact, *doubts])
     context.status.move_to(position)
     is_over = position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited
-    if is_over and mirroring.has_product(folder.view, position, world):
+    if is_over and not world.broadcast_json(folder.source.lacks_product(position)):
         run_dir.refuse_finished(context.path, world, position)
     if where:
         decision = replace(decision, changes=(*decision.changes, where))
@@ -161,8 +158,8 @@ def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | Non
     config, world, log = context.config, context.world, context.log
     found = find_checkpoint(folder.store, world, folder.identity.run_id, mirror=folder.source)
     if found is not None:
-        world.fail_together(partial(
-            mirroring.restore_records, folder.view, folder.source, found, context.path))
+        entry = MirrorEntry(found.generation, found.step)
+        world.fail_together(partial(folder.source.restore_records, entry, context.path))
     if config.resume not in ("auto", "never"):
         if found is None:
             found = find_checkpoint_at(context.resume_from, world)

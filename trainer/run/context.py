@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.mirror import MirrorSource, MirrorView
+from trainer.checkpoint.mirror import MirrorSource
 from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
@@ -53,8 +53,8 @@ class RunFolder:
     faults: Sequence[Fault]
     mirror: MirrorUploads | None = None
     """Set on rank 0 of a run with a mirror."""
-    view: MirrorView | None = None
     source: MirrorSource = field(default_factory=MirrorSource)
+    """What rank 0 has found in the mirror."""
     generation: int = 0
     """The least generation of this attempt's checkpoints: that of the mirror's fence."""
     metrics: Metrics = field(default_factory=Metrics)
