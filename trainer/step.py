@@ -261,7 +261,9 @@ class Step:
         buffers.restore_storage()
         if "buffers" in sums.requests and buffers.agree(self.world):
             sums = replace(sums, loss=math.nan)
-        buffers.broadcast(self.world)
+        if buffers.broadcast(self.world):
+            with self._waiting_for_device:
+                self.boundary.wait_for_device()
         return sums
 
     def _key_update(self, step: int) -> None:

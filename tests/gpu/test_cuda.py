@@ -128,11 +128,27 @@ def in_blocks(step: Step, micros: list[MicroBatch], num_ranks: int) -> list[torc
     return gradients
 
 
+def test_a_save_does_not_wait_for_its_copies_and_the_next_update_does():
+    live = {"model": {"weight": torch.ones(1 << 28, device="cuda")}}  # 1 GiB
+    snapshot = Snapshot(torch.device("cuda"))
+    snapshot.allocate(live)
+    torch.cuda.synchronize()
+
+    copy = snapshot.take(live)["model"]["weight"]
+    returned_before = not snapshot._copied.query()
+    snapshot.protect()
+    live["model"]["weight"].zero_()
+    snapshot.wait()
+
+    assert returned_before
+    assert bool((copy == 1).all())
+
+
 def test_a_survivor_copies_the_boundary_while_a_kernel_is_stuck():
     live = {"model": {"weight": torch.randn(4096, 4096, device="cuda"),
                       "count": torch.tensor(7, device="cuda")}}
-    snapshot = Snapshot()
-    snapshot.take(live)  # makes the buffers, as an earlier save of a run does
+    snapshot = Snapshot(torch.device("cuda"))
+    snapshot.allocate(live)
     wanted = {name: tensor.cpu() for name, tensor in live["model"].items()}
     boundary, main = torch.cuda.Event(), torch.cuda.current_stream()
     boundary.record()
@@ -144,6 +160,7 @@ def test_a_survivor_copies_the_boundary_while_a_kernel_is_stuck():
         stream.wait_event(boundary)
         with torch.cuda.stream(stream):
             found["copy"] = snapshot.take(live, pin=False)["model"]
+            snapshot.wait()
         found["kernel_still_ran"] = not main.query()
 
     thread = threading.Thread(target=save)

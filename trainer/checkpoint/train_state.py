@@ -20,7 +20,7 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
-from trainer.optim.optimizers import has_modes, set_mode
+from trainer.optim.optimizers import expected_state, has_modes, set_mode
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
 CONFIGURED = frozenset((
@@ -187,6 +187,14 @@ class TrainState:
         return {f"{names[parameter]}|{key}": value
                 for parameter, entries in self.optimizer.state.items()
                 for key, value in entries.items() if isinstance(value, Tensor)}
+
+    def expected_optimizer_tensors(self) -> dict[str, Tensor]:
+        """Tensors like those of `optimizer_tensors`, which the first update creates."""
+        names = self.names()
+        return self.optimizer_tensors() or {
+            f"{names[parameter]}|{key}": like
+            for parameter, entries in expected_state(self.optimizer).items()
+            for key, like in entries.items()}
 
     def optimizer_facts(self) -> dict[str, Any]:
         names = self.names()

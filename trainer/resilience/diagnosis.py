@@ -101,7 +101,23 @@ _SHORTAGE = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
     "no space left on device|disk quota exceeded|too many open files", re.IGNORECASE)
 
+_GPU_MEMORY = re.compile(
+    r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure \d+ 'out of memory'")
+"""GPU memory that runs out outside of torch's allocator: a context, cuBLAS, cuDNN, NCCL."""
+_GPU = (
+    ("device-side assert", "an index in a kernel is out of range, such as a label above the number "
+     "of classes, or a token above the vocabulary; CUDA_LAUNCH_BLOCKING=1 shows its line"),
+    ("illegal memory access|misaligned address|unspecified launch failure",
+     "a kernel has failed before this line; CUDA_LAUNCH_BLOCKING=1 shows which"),
+    ("uncorrectable ecc|uncorrectable nvlink|fallen off the bus|hardware stack error",
+     "the GPU or its link is faulty (dmesg | grep Xid; nvidia-smi -q): leave it out"),
+    ("re-initialize cuda in forked",
+     "the data set uses the GPU, which loader processes can't; do that in loss(), or use "
+     "--data.workers 0"),
+)
+"""Errors of a GPU, which the host meets later, at any line: a pattern, and the remedy."""
 _LIMITS = (
+    *_GPU,
     ("too many open files", "raise the limit of open files: ulimit -n 4096"),
     ("file too large", "raise the limit of a file's size: ulimit -f unlimited"),
     (r"\[errno 12\]|failed to map segment",
@@ -114,8 +130,8 @@ _LIMITS = (
     ("disk quota exceeded", "make room, or raise the quota"),
     ("no space left on device", "make room on that disk"),
 )
-"""Exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
-dynamic linker's ImportErrors only the message tells."""
+"""Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's
+RuntimeErrors and the dynamic linker's ImportErrors only the message tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +165,8 @@ def diagnose(error: BaseException) -> Diagnosis:
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it at an arbitrary line of the rank
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
-        "DefaultCPUAllocator" in text and "memory" in text)
+        "DefaultCPUAllocator" in text and "memory" in text) or (
+        isinstance(error, RuntimeError) and _GPU_MEMORY.search(text) is not None)
     memory = "rank" if exhausted else None
     if (exhausted and "DataLoader worker" in text) or (
             worker and (handing_over or "Killed" in text or "unexpectedly" in text)):

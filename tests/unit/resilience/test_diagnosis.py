@@ -24,6 +24,23 @@ def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
     assert not lost_peer(raised(RuntimeError("another"), gloos))
 
 
+@pytest.mark.parametrize(("text", "memory", "helps"), [
+    ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "rank", ""),
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "rank", ""),
+    ("NCCL error in: ProcessGroupNCCL.cpp:94\nLast error:\nCuda failure 2 'out of memory'",
+     "rank", ""),
+    ("CUDA error: device-side assert triggered", None, "label above the number of classes"),
+    ("CUDA error: an illegal memory access was encountered", None, "CUDA_LAUNCH_BLOCKING=1"),
+    ("CUDA error: uncorrectable ECC error encountered", None, "leave it out"),
+    ("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+     "use the 'spawn' start method", None, "--data.workers 0")])
+def test_errors_of_a_gpu_have_a_remedy(text: str, memory: str | None, helps: str) -> None:
+    found = diagnose(RuntimeError(text))
+
+    assert found.memory == memory
+    assert helps in found.message
+
+
 @pytest.mark.parametrize(("text", "is_import"), [
     ("No module named 'nowhere'", True),
     ("libx.so: failed to map segment from shared object", False)])
