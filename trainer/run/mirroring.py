@@ -76,7 +76,8 @@ def make_uploads(source: MirrorSource, store: Store, path: Path, policy: MirrorP
         return None
     speeds = [event["mb_per_s"] * 1e6 for event in read_events(path / layout.EVENTS)
               if event.get("event") == "mirror" and event.get("mb_per_s")]
-    return MirrorUploads(source.mirror, store, path, policy, log=log,
+    mirror = Mirror(source.mirror.store)  # its thread moves no progress mark
+    return MirrorUploads(mirror, store, path, policy, log=log,
                          bytes_per_s=speeds[-1] if speeds else None)
 
 
