@@ -91,7 +91,7 @@ def encode_manifest(fields: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, step: int) -> CheckpointInfo:
     """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
     try:
-        manifest = _parse((path / MANIFEST).read_bytes())
+        manifest = parse_manifest((path / MANIFEST).read_bytes())
         if manifest["step"] != step:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _tail(body: bytes) -> bytes:
     return b',\n  "checksum": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_manifest(raw: bytes) -> dict[str, Any]:
     """Decode a manifest. Raises ValueError if it is damaged."""
     body = raw[: -len(_tail(b""))]
     if not raw:

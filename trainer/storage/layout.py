@@ -4,7 +4,9 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT = "summary.json", "model.safetensors"
 METRICS, EVENTS, TIMING = "metrics.jsonl", "events.jsonl", "timing.jsonl"
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, LAST_STEP, PICTURES = "compile-cache", "last-step", "pictures"
+COMPILED, LAST_STEP, PICTURES, MIRROR = (
+    "compile-cache", "last-step", "pictures", "mirror.json",
+)  # fmt: skip
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",
 )  # fmt: skip
