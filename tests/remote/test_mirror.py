@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("obstore", reason="the extra trainer[remote] is not installed")
 
-import obstore
 from mirrors import RUN, Cut, FaultyStore, Machine, newest
 
 from trainer.checkpoint import mirror_uploads
@@ -57,43 +56,6 @@ def test_an_empty_disk_gets_the_newest_checkpoint_and_its_records(tmp_path, stor
     events = (tmp_path / "second" / layout.EVENTS).read_text().splitlines()
     assert [json.loads(line)["event"] for line in events] == ["mirror", "of this disk"]
     assert new == 2, "the full part is uploaded once"
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_writer_that_dies_at_any_request_leaves_the_old_or_the_new_checkpoint(
-        tmp_path, when):
-    seen, number = [], 0
-    disk = Machine(tmp_path / "first", FaultyStore())
-    for step in (1, 2):
-        disk.save(step, generation=1)
-    while True:
-        store = FaultyStore()
-        machine = Machine(tmp_path / "first", store, keep=1)
-        machine.take(nonce="a")
-        machine.uploads.offer(1, always=True)
-        machine.work()
-        machine.uploads.offer(2, always=True)
-        made = len(store.requests)
-
-        def die(operation, key, store=store, made=made, number=number):
-            if len(store.requests) - made == number:
-                if when == "after" and operation in ("put", "put_new", "upload"):
-                    ObjectStore.put(store, key, b"x")  # an upload is all or nothing
-                    obstore.delete(store._store, key)
-                raise KeyboardInterrupt
-        store.before = die
-        try:
-            machine.work()
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        seen.append(newest(store.beside()))
-        number += 1
-
-    assert seen == sorted(seen)
-    assert {1, 2} == set(seen)
-    assert number >= 12
 
 
 @pytest.mark.parametrize("damage", ["data", "missing", "manifest"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,8 @@ from runs import TAPE, codes, events, metrics, run
 from trainer.checkpoint.mirror import Mirror, Owner
 from trainer.checkpoint.mirror_fence import Fence
 from trainer.commands import compare
+from trainer.commands.report import figures
+from trainer.commands.report.history import read_history
 from trainer.storage import layout
 from trainer.storage.object_store import ObjectStore
 
@@ -63,7 +66,12 @@ def test_the_save_of_a_stop_is_in_the_mirror_and_credentials_are_nowhere(
     assert steps[-1] == 5
     run(ranks, 1, tmp_path / "second", *FLAGS, mirror)
 
-    assert compare.main([str(whole), str(tmp_path / "second")]) == 0
+    second = tmp_path / "second"
+    assert compare.main([str(whole), str(second)]) == 0
+    assert re.fullmatch(r"\d+ uploads, 0 MB at .* MB/s, at most .* behind",
+                        figures.summary(read_history(second))["mirror"])
+    boards = b"".join(path.read_bytes() for path in (second / layout.TENSORBOARD).rglob("events*"))
+    assert b"mirror/mb_per_s" in boards
     written = [path.read_bytes() for name in ("first", "second")
                for path in (tmp_path / name).rglob("*") if path.is_file()]
     written += [*server.content(url).values(), "".join(capfd.readouterr()).encode()]
