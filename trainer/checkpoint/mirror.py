@@ -90,11 +90,12 @@ class Mirror:
         self.store, self._progress = store, progress
 
     @classmethod
-    def open(cls, url: str, *, flag: str = "--checkpoint.mirror",
+    def open(cls, url: str, *, flag: str = "--checkpoint.mirror", create: bool = True,
              progress: Callable[[], object] = lambda: None) -> Mirror:
-        """The mirror at a URL; ConfigError, which begins with `flag`, if it can't be opened."""
+        """The mirror at a URL; ConfigError, which begins with `flag`, if it can't be opened. The
+        folder of a `file://` URL is created if it is missing, only with `create`."""
         try:
-            return cls(ObjectStore.open(url), progress=progress)
+            return cls(ObjectStore.open(url, create=create), progress=progress)
         except ModuleNotFoundError as error:
             raise ConfigError(f"{flag} {url}: obstore is not installed; "
                               "pip install 'trainer[remote]'.") from error
@@ -266,36 +267,3 @@ def total_bytes(manifest: Mapping[str, Any]) -> int:
 def record_key(name: str, digest: str) -> str:
     """The key of a part of a record."""
     return f"{RECORDS}/{name}-{digest}"
-
-
-def fetch_run(url: str, folder: Path, *, steps: Collection[int] | None = None) -> list[str]:
-    """Copy a mirrored run into a run folder, for a command that is given a URL: its newest records,
-    its product, and its checkpoints (only those of `steps`). Returns what is damaged there. Raises
-    ConfigError if the mirror is empty or can't be read."""
-    mirror, damaged = Mirror.open(url, flag="the URL"), list[str]()
-    local = Store(folder / layout.CHECKPOINTS, keep=1)
-    try:
-        entries, products = mirror.entries(), mirror.entries(FINISHED)
-        if not entries:
-            raise ConfigError(f"{url}: there is no checkpoint; give that of --checkpoint.mirror.")
-        for entry in entries:
-            if steps is None or entry.step in steps:
-                with _collected(damaged):
-                    mirror.fetch(entry, local)
-        for entry in entries[-1:]:
-            with _collected(damaged):
-                mirror.fetch_records(entry, folder)
-        for entry in products[-1:]:
-            with _collected(damaged):
-                mirror.fetch_product(entry, folder)
-    except StoreError as error:
-        raise ConfigError(f"{url}: {error}.") from None
-    return damaged
-
-
-@contextmanager
-def _collected(damaged: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointDamaged as error:
-        damaged.append(str(error))

@@ -16,7 +16,9 @@ from trainer.checkpoint.store import Store
 from trainer.config.fields import flag_of
 from trainer.config.schema import Config
 from trainer.errors import CheckpointDamaged
+from trainer.run.run_source import run_folder
 from trainer.storage import files, layout, tensorfile
+from trainer.storage.object_store import path_or_url
 from trainer.telemetry.metrics import line_key, read_metrics
 
 COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
@@ -35,16 +37,18 @@ def main(argv: Sequence[str]) -> int:
         "number of ranks) and metrics.jsonl. The settings and circumstances (threads, versions, "
         "devices, data, code) that differ are printed before the first difference. Exit code 0: "
         "same bits; 1: they differ; 2: a run can't be read or isn't finished.")
-    parser.add_argument("run_a", type=Path)
-    parser.add_argument("run_b", type=Path)
+    for name in ("run_a", "run_b"):
+        parser.add_argument(name, type=path_or_url, help="a run folder, or the URL of its mirror")
     parser.add_argument("--at", type=int, metavar="STEP",
                         help="compare the checkpoints of this step, and the metrics up to it")
     options = parser.parse_args(argv)
+    at, needed = options.at, "last" if options.at is None else str(options.at)
     try:
-        first = next(differences(options.run_a, options.run_b, at=options.at), None)
-        found = [] if first is None else [
-            *_condition_differences(options.run_a, options.run_b, at=options.at), first]
-        note = _source_note(options.run_a, options.run_b, at=options.at)
+        with (run_folder(options.run_a, checkpoint=needed, product=at is None) as run_a,
+              run_folder(options.run_b, checkpoint=needed, product=at is None) as run_b):
+            first = next(differences(run_a, run_b, at=at), None)
+            found = [] if first is None else [*_condition_differences(run_a, run_b, at=at), first]
+            note = _source_note(run_a, run_b, at=at)
     except RunUnreadable as problem:
         print(f"can't compare: {problem}")
         return 2

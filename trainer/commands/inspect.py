@@ -1,13 +1,15 @@
-"""`python -m trainer inspect RUN`: print the contents of a run folder, as text or as JSON."""
+"""`python -m trainer inspect RUN`: print what is in a run folder or its mirror, as text or JSON."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.mirror import DATA, FINISHED, RECORDS, Mirror, MirrorEntry, total_bytes
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
@@ -16,7 +18,9 @@ from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
 from trainer.run import circumstances
 from trainer.run.run_dir import early_end
+from trainer.run.run_source import reading_mirror, run_folder
 from trainer.storage import files, layout
+from trainer.storage.object_store import path_or_url
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,21 +29,31 @@ def main(argv: Sequence[str]) -> int:
         prog="trainer inspect",
         description="Print the checkpoints and their validity, the attempts, the step, the uses of "
         "the wall time, and what the next start would do.")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=path_or_url, help="a run folder, or the URL of its mirror, of "
+                        "which all files are read")
     parser.add_argument("others", type=Path, nargs="*", default=[], metavar="other",
                         help="folders of the same run on other nodes, for their events")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    report = inspect(options.run, *options.others)
+    if isinstance(options.run, str):
+        report = inspect_url(options.run, *options.others)
+    else:
+        report = inspect(options.run, *options.others)
+        if (url := (files.read_json(options.run / layout.MIRROR) or {}).get("url")) is not None:
+            report["mirror"] = _mirror_beside(url)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
     return 0
 
 
-def inspect(run: Path, *others: Path) -> dict[str, Any]:
-    """Return the object that `--json` prints. Each checkpoint is read and its hashes are verified.
-    `others` are folders of the same run on other nodes, for their events."""
+def inspect(
+    run: Path, *others: Path, found: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the object that `--json` prints. Each checkpoint is read and its hashes are verified,
+    unless they are `found` already. `others` are folders of the same run on other nodes, for their
+    events."""
     story = history.read_history(run, *others)
-    found = checkpoints(run)
+    if found is None:
+        found = checkpoints(run)
     valid = [c for c in found if c["valid"]]
     newest = max(valid, key=lambda c: (c["generation"], c["step"]), default=None)
     step = newest["step"] if newest else 0
@@ -64,6 +78,60 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         "lost_steps": story.lost_steps}
 
 
+def inspect_url(url: str, *others: Path) -> dict[str, Any]:
+    """The same of a run in a mirror, whose checkpoints are read there; its entry `mirror` has what
+    else is there."""
+    with run_folder(url) as folder, reading_mirror(url) as mirror:
+        listed = list_mirror(mirror, verify=True)
+        found = [c for c in listed["checkpoints"] if c["valid"]]
+        if found:  # the label of the next start depends on its state
+            entry = MirrorEntry(found[-1]["generation"], found[-1]["step"])
+            path = folder / layout.CHECKPOINTS / layout.step_name(entry.step)
+            files.make_folder(path)
+            files.replace_bytes(path / layout.STATE,
+                                mirror.content(mirror.manifest(entry), layout.STATE))
+        return inspect(folder, *others, found=listed["checkpoints"]) | {"mirror": listed}
+
+
+def _mirror_beside(url: str) -> dict[str, Any]:
+    """What is in the mirror of a run folder, by its manifests."""
+    try:
+        with reading_mirror(url) as mirror:
+            return list_mirror(mirror)
+    except ConfigError as error:
+        return {"url": url, "why": str(error)}
+
+
+def list_mirror(mirror: Mirror, *, verify: bool = False) -> dict[str, Any]:
+    """The content of a mirror: its owner, checkpoints, products, the size of the records, and files
+    without a manifest. A checkpoint is valid if its files have the right sizes; to `verify`, all
+    are read."""
+    sizes = {stored.key: stored.size for stored in mirror.store.list()}
+    owner, data = mirror.owner(), {key for key in sizes if key.startswith(f"{DATA}/")}
+
+    def describe(entry: MirrorEntry) -> dict[str, Any]:
+        fields: dict[str, Any] = {"step": entry.step, "generation": entry.generation}
+        try:
+            manifest = mirror.manifest(entry)
+            of_data = {f"{manifest['data']}/{name}": f for name, f in manifest["files"].items()}
+            data.difference_update(of_data)
+            fields |= {"bytes": total_bytes(manifest), "kind": manifest["kind"]}
+            if wrong := [key for key, f in of_data.items() if sizes.get(key) != f["bytes"]]:
+                raise CheckpointDamaged(f"{wrong[0]} is missing or has another size")
+            if verify:
+                mirror.verify(entry)
+        except CheckpointDamaged as error:
+            return {"bytes": None, "kind": None, **fields, "valid": False, "why": str(error)}
+        return fields | {"valid": True, "why": ""}
+
+    return {
+        "url": mirror.store.url, "owner": None if owner is None else dataclasses.asdict(owner[0]),
+        "checkpoints": [describe(entry) for entry in mirror.entries()],
+        "products": [describe(entry) for entry in mirror.entries(FINISHED)],
+        "records_bytes": sum(n for key, n in sizes.items() if key.startswith(f"{RECORDS}/")),
+        "orphans": {"objects": len(data), "bytes": sum(sizes[key] for key in data)}}
+
+
 def checkpoints(run: Path) -> list[dict[str, Any]]:
     """Return each checkpoint of a run, oldest first, with its validity."""
     store = Store(run / layout.CHECKPOINTS)
@@ -76,7 +144,8 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
             except CheckpointDamaged as error:
                 why = str(error)
         found.append({"step": info.step, "generation": info.generation, "valid": not why,
-                      "why": why, "kind": info.kind})
+                      "why": why, "kind": info.kind,
+                      "bytes": total_bytes(info.manifest) if info.manifest else None})
     return found
 
 
@@ -133,7 +202,28 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
     return last if verdict.label == "exact" else (verdict.label, verdict.why)
 
 
-def _table(report: dict[str, Any], run: Path) -> str:
+def _mirror_lines(mirror: dict[str, Any]) -> list[str]:
+    if "why" in mirror:
+        return ["", f"mirror not read: {mirror['why']}"]
+    owner, orphans = mirror["owner"], mirror["orphans"]
+    who = "no owner" if owner is None else (
+        f"owner attempt {owner['attempt']} on {owner['host']}, generation {owner['generation']}")
+    saved, products = ([f"{c['step']} (generation {c['generation']}, {_size(c['bytes'])})"
+                        + f", damaged: {c['why']}" * (not c["valid"]) for c in mirror[kind]]
+                       for kind in ("checkpoints", "products"))
+    lines = ["", f"mirror {mirror['url']}: {who}", f"  steps {', '.join(saved) or 'none'}"]
+    lines += [f"  product of step {product}" for product in products]
+    lines += [f"  records {_size(mirror['records_bytes'])}"]
+    lines += [f"  {orphans['objects']} files ({_size(orphans['bytes'])}) without a manifest: of an "
+              "upload in progress, or left for the next start to delete"] * bool(orphans["objects"])
+    return lines
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.3g} MB"
+
+
+def _table(report: dict[str, Any], run: Path | str) -> str:
     state = ("finished" + report["early_end"] if report["finished"] else
              "running" if report["running"] else "not finished")
     wall_s, parts = report["wall_s"], report["goodput"]
@@ -149,8 +239,9 @@ def _table(report: dict[str, Any], run: Path) -> str:
     lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
               f"{a['seconds']:<8.1f} {a['end']}" + f": {a['cause']}" * bool(a["cause"])
               for a in report["attempts"]]
-    lines += ["", "checkpoint  generation  kind      state"]
+    lines += ["", "checkpoint  generation  kind      size      state"]
     lines += [f"{c['step']:<11} {c['generation'] if c['generation'] is not None else '-':<11} "
-              f"{c['kind'] or '-':<9} {'whole' if c['valid'] else c['why']}"
+              f"{c['kind'] or '-':<9} "
+              f"{_size(c['bytes']):<9} {'whole' if c['valid'] else c['why']}"
               for c in report["checkpoints"]]
-    return "\n".join(lines)
+    return "\n".join(lines + (_mirror_lines(report["mirror"]) if "mirror" in report else []))

@@ -46,11 +46,14 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = command_line.split(parser, argv)
     if options.out is not None:
         _check_path(options.out)
+    elif isinstance(options.run, str):
+        raise ConfigError(f"--out: the predictions of {options.run} need a file on this machine; "
+                          "add --out predictions.safetensors.")
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
     name = f"{split}-{layout.step_name(step)}.safetensors"
-    out = options.out or options.run / "predictions" / name
+    out = options.out or Path(options.run, "predictions", name)
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
     encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
     with config_error_on_write(f"--out {out}", REMEDY):

@@ -34,6 +34,7 @@ from trainer.config.fields import (
 from trainer.config.schema import Config, without_unread
 from trainer.errors import ConfigError
 from trainer.storage import files
+from trainer.storage.object_store import path_or_url
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
 
@@ -379,7 +380,7 @@ def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"trainer {command}", allow_abbrev=False, description=description, epilog="Any flag "
         "of the run may follow; it overrides the saved configuration (--device cpu).")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=path_or_url, help="a run folder, or the URL of its mirror")
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
     return parser
 

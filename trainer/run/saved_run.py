@@ -27,9 +27,8 @@ from trainer.optim import optimizers, precision
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
+from trainer.run.run_source import TRIES, run_folder
 from trainer.storage import files, layout, tensorfile
-
-TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,19 @@ class SavedRun:
             yield
 
 
-def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> SavedRun:
-    """Open the run in a folder with the weights of a checkpoint (best, last, or a step)."""
-    path = run / layout.CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
-    config = dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
-    weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema),
-                           own_optimizer=":" in config.optim.name)
+def open_saved_run(
+    run: Path | str, *, checkpoint: str, overrides: Sequence[str] = ()
+) -> SavedRun:
+    """Open a run, in a folder or at a URL, with the weights of a checkpoint (best, last, or a
+    step)."""
+    with run_folder(run, checkpoint=checkpoint) as folder:
+        path = folder / layout.CONFIG
+        if not path.is_file():
+            raise ConfigError(f"{folder}: there is no run in this folder (no {layout.CONFIG}).")
+        config = dataclasses.replace(command_line.parse_config([str(path), *overrides]),
+                                     run=str(run))
+        weights = find_weights(folder, checkpoint, averaged=bool(config.optim.ema),
+                               own_optimizer=":" in config.optim.name)
     threads = config.world.threads
     if threads == "auto" and weights.threads is not None:
         threads = weights.threads

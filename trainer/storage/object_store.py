@@ -72,6 +72,11 @@ def check_url(url: str) -> None:
         raise ValueError(f"name a bucket: {parts.scheme}://bucket/prefix")
 
 
+def path_or_url(text: str) -> Path | str:
+    """An argument that names a run: a URL stays as it is."""
+    return text if "://" in text else Path(text)
+
+
 def without_secrets(url: str) -> str:
     """A URL, or a text with URLs, without user names, passwords and queries."""
     return re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]+@", "//…@", url))
@@ -93,16 +98,20 @@ class ObjectStore:
         self._store, self._api = store, cast(Any, obstore)
 
     @classmethod
-    def open(cls, url: str) -> ObjectStore:
+    def open(cls, url: str, *, create: bool = True) -> ObjectStore:
         """Connect to the store of a URL; no request is made. Raises ModuleNotFoundError without
-        obstore, and StoreError if an environment variable is wrong."""
+        obstore, and StoreError if an environment variable is wrong. The folder of a `file://` URL
+        is created if it is missing, only with `create`."""
         from obstore.store import LocalStore, from_url
 
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "file":
             folder = Path(urllib.parse.unquote(parts.path))
             with _translated(url):
-                make_folder(folder)
+                if create:
+                    make_folder(folder)
+                elif not folder.is_dir():
+                    raise Missing("there is no such folder")
                 return cls(LocalStore(folder), url, folder=folder)
         client: Any = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=5),
                   "allow_http": True}  # only of an endpoint that is http:// itself

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.commands.inspect import checkpoints
+from trainer.commands.inspect import checkpoints, list_mirror
 from trainer.commands.report.comparison import run_table, sort_runs, text_table
 from trainer.commands.report.figures import (
     DEATH,
@@ -26,9 +26,12 @@ from trainer.commands.report.figures import (
 )
 from trainer.commands.report.history import History, flatten, read_history
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
+from trainer.errors import ConfigError
 from trainer.resilience.attempts import failure_sentence
+from trainer.run.run_source import reading_mirror, run_folder
 from trainer.run.saved_run import config_error_on_write
 from trainer.storage.files import replace_bytes
+from trainer.storage.object_store import path_or_url
 from trainer.telemetry.classification import per_class
 
 PAGE, PLOTS = "report.html", "report"
@@ -82,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
         prog="trainer report",
         description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
         f"files in {PLOTS}/. Several runs are shown as a sorted table and in the same plots.")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("runs", type=path_or_url, nargs="+", metavar="RUN",
+                        help="a run folder, or the URL of its mirror")
     parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
     parser.add_argument("--sort", metavar="NAME[:min|max]", help="figure or setting by which runs "
                         "are sorted, such as val_accuracy or optim.lr; default: the metric that "
@@ -90,17 +94,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", action="store_true",
                         help="print the figures, or the table of runs, and write no files")
     options = parser.parse_args(argv)
-    stories = [read_history(path) for path in options.runs]
+    out = options.out or options.runs[0]
+    if isinstance(out, str) and not options.text:
+        raise ConfigError(f"--out: the report of {out} needs a folder on this machine; add "
+                          "--out report.")
+    stories = [_read(run) for run in options.runs]
     if len({story.name for story in stories}) < len(stories):
-        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
+        stories = [dataclasses.replace(story, name=str(run))
+                   for story, run in zip(stories, options.runs, strict=True)]
+    found = {story.path: run for story, run in zip(stories, options.runs, strict=True)}
     stories = sort_runs(stories, options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
         print(text_table([list(row) for row in rows]))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
-    text = _page(stories, drawn, options.sort)
-    out = options.out or options.runs[0]
+    text = _page(stories, drawn, options.sort, {p: _listed(run) for p, run in found.items()})
     with config_error_on_write(f"--out {out}", "choose a folder that can be written"):
         (out / PLOTS).mkdir(parents=True, exist_ok=True)
         for plot in drawn:
@@ -111,7 +120,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _page(runs: Sequence[History], plots: Sequence[Plot], sort: str | None) -> str:
+def _read(run: Path | str) -> History:
+    with run_folder(run) as folder:
+        return read_history(folder)
+
+
+def _listed(run: Path | str) -> list[dict[str, Any]]:
+    """The checkpoints of a run; in a mirror, their files are not read."""
+    if isinstance(run, Path):
+        return checkpoints(run)
+    with reading_mirror(run) as mirror:
+        return list_mirror(mirror)["checkpoints"]
+
+
+def _page(runs: Sequence[History], plots: Sequence[Plot], sort: str | None,
+          saved: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
     several = len(runs) > 1
     title = _text(f"{len(runs)} runs" if several else runs[0].name)
     suffixes = [f" of {run.name}" * several for run in runs]
@@ -119,7 +142,7 @@ def _page(runs: Sequence[History], plots: Sequence[Plot], sort: str | None) -> s
         _ranking(runs, sort) if several else _summary(runs),
         *(_plot(plot) for plot in plots if not plot.of_one), _summary(runs) * several,
         *(_plot(plot) for plot in plots if plot.of_one), *map(_classes, runs, suffixes),
-        *(_checkpoints(checkpoints(run.path), suffix)
+        *(_checkpoints(saved[run.path], suffix)
           for run, suffix in zip(runs, suffixes, strict=True)),
         *map(_attempts, runs, suffixes), *map(_happenings, runs, suffixes),
         _settings("Environment", [flatten(run.environment) for run in runs], runs),

@@ -1,0 +1,124 @@
+"""The run that a command reads: a run folder, or the URL of its mirror.
+
+Of a mirror, only what the command needs is downloaded, to a temporary folder, and verified.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trainer.checkpoint.mirror import FINISHED, Mirror, MirrorEntry, total_bytes
+from trainer.checkpoint.saved_state import SavedState
+from trainer.checkpoint.store import Store
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.storage import layout
+from trainer.storage.object_store import StoreError, check_url
+from trainer.telemetry.events import Log
+
+TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
+
+
+@contextmanager
+def run_folder(
+    run: Path | str, *, checkpoint: str | None = None, product: bool = False
+) -> Iterator[Path]:
+    """The folder of a run. That of a URL exists in the context only, and holds the newest records.
+
+    Args:
+        run: a path, or a URL.
+        checkpoint: the one that is needed: best, last (with best, both) or a step.
+        product: whether model.safetensors of a finished run is needed.
+
+    Raises:
+        ConfigError: the URL is wrong, can't be read, or doesn't have this checkpoint.
+    """
+    if isinstance(run, Path):
+        yield run
+        return
+    with TemporaryDirectory(prefix="trainer-") as root:
+        folder = Path(root, run.rstrip("/").rpartition("/")[2])
+        try:
+            with reading_mirror(run) as mirror:
+                _download(mirror, folder, checkpoint, product=product)
+            yield folder
+        except Exception as error:  # name the run as the user has
+            error.args = tuple(argument.replace(str(folder), run) if isinstance(argument, str)
+                               else argument for argument in error.args)
+            raise
+
+
+@contextmanager
+def reading_mirror(url: str) -> Iterator[Mirror]:
+    """Context in which a mirror is read. Raises ConfigError if the URL is wrong, or if the store
+    can't be read."""
+    try:
+        check_url(url)
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}.") from None
+    mirror = Mirror.open(url, flag="the URL", create=False)
+    try:
+        yield mirror
+    except StoreError as error:
+        raise ConfigError(f"{url}: {error}. Check the URL and the provider's environment variables "
+                          "(docs/remote.md).") from None
+
+
+def _download(mirror: Mirror, folder: Path, checkpoint: str | None, *, product: bool) -> None:
+    url, tries = mirror.store.url, TRIES
+    while True:
+        entries, products = mirror.entries(), mirror.entries(FINISHED)
+        if not entries:
+            raise ConfigError(f"{url}: there is no checkpoint of a run; give the URL of its "
+                              "--checkpoint.mirror.")
+        try:
+            mirror.fetch_records((products or entries)[-1], folder)
+            if checkpoint is not None:
+                _fetch(mirror, entries, folder, checkpoint)
+            if product and products:
+                mirror.fetch_product(products[-1], folder)
+            return
+        except CheckpointDamaged as error:
+            tries -= 1
+            if not tries or entries == mirror.entries():
+                steps = ", ".join(sorted({str(e.step) for e in entries}, key=int))
+                raise ConfigError(f"{url}: {error}; it has these steps: {steps}.") from None
+
+
+def _fetch(mirror: Mirror, entries: list[MirrorEntry], folder: Path, checkpoint: str) -> None:
+    """Download a checkpoint: the last is the newest one that is whole, and names the best one."""
+    local = Store(folder / layout.CHECKPOINTS)
+    if checkpoint not in ("best", "last"):
+        _fetch_step(mirror, entries, local, checkpoint)
+        return
+    damaged = []
+    for entry in reversed(entries):
+        try:
+            path = local.folder / _fetch_entry(mirror, entry, local)
+        except CheckpointDamaged as error:
+            damaged.append(str(error))
+            continue
+        best = SavedState.read(path).best.step
+        if checkpoint == "best" and best not in (0, entry.step):
+            _fetch_step(mirror, entries, local, str(best))
+        return
+    raise CheckpointDamaged("; ".join(damaged))
+
+
+def _fetch_step(mirror: Mirror, entries: list[MirrorEntry], local: Store, step: str) -> None:
+    """Download the checkpoint of a step, of its latest generation."""
+    entry = next((entry for entry in reversed(entries) if str(entry.step) == step), None)
+    if entry is None:
+        raise CheckpointDamaged(f"there is no checkpoint of step {step}")
+    _fetch_entry(mirror, entry, local)
+
+
+def _fetch_entry(mirror: Mirror, entry: MirrorEntry, local: Store) -> str:
+    size = total_bytes(mirror.manifest(entry))
+    if size >= 10**8:
+        Log(stream=sys.stderr).info(f"downloading step {entry.step}: {size / 1e6:.3g} MB")
+    mirror.fetch(entry, local)
+    return layout.step_name(entry.step)
