@@ -188,7 +188,7 @@ class Training:
         if limit_s == "auto":
             limit_s = None if watched else math.inf
         start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-        with (self._uploads_finished(config, world),
+        with (self._notices(config, world), self._uploads_finished(config, world),
               Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog):
             world.connect_gpus()
             built = build(config, world, self._log, stop, watchdog.marks)
@@ -216,6 +216,16 @@ class Training:
                     raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
                 raise
             guard.close()
+
+    def _notices(self, config: Config[Any], world: World) -> contextlib.AbstractContextManager[Any]:
+        """Collective. On one rank of each machine, a notice requests a stop."""
+        if (value := config.stop.on_notice) == "off":
+            return contextlib.nullcontext()
+        from trainer.resilience.notices import NoticeWatch
+
+        return world.fail_together(
+            lambda: contextlib.nullcontext() if world.local_rank else
+            NoticeWatch(value, self._stop.request, self._log))
 
     @contextlib.contextmanager
     def _uploads_finished(self, config: Config[Any], world: World) -> Iterator[None]:

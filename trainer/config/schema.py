@@ -314,9 +314,14 @@ class Stop(Section, prefix="stop."):
 
     grace_s: float = setting(30.0, "ignored")
     """Seconds after the signal within which the state must be saved and the run ended."""
+    on_notice: str = setting("off", "ignored")
+    """Also stop when this machine is to be taken away: aws, gcp or azure asks the provider's
+    metadata service; else a command of the shell, whose exit with 0 is the notice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check(bool(self.on_notice.strip()), "on_notice", "use off, aws, gcp, azure or a "
+                   "command of the shell.")
         self.check(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "grace_s",
                    f"use a number > 0 and <= {LONGEST_S:.0e}, or inf.")
 
