@@ -23,7 +23,8 @@ QUICK = ("docs/fine-tuning.md", "docs/hugging-face.md", "docs/schedules-and-opti
 """Pages that need nothing but README's task, and seconds; those of all others are long."""
 PACKAGES = {"docs/hugging-face.md": "transformers"}
 SUITE = "pip install -e '.[test]' && pytest -q -n 2 --dist loadfile"
-NEEDS = ("a cluster", "Docker and a network", "GPUs", "Kubernetes", "Slurm", "several nodes")
+NEEDS = ("a bucket", "a cluster", "Docker and a network", "GPUs", "Kubernetes", "Slurm",
+         "several nodes")
 """What the comment of a command may name that a test lacks: `# needs GPUs`."""
 LIMIT_S = 1500.0
 """For the commands of a page; the longest, of the lab, take five minutes on two cores."""

@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
 from trainer.config.fields import flag_of
 from trainer.config.schema import Config
-from trainer.errors import CheckpointDamaged
+from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.run.run_source import run_folder
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.object_store import path_or_url
@@ -24,7 +24,7 @@ from trainer.telemetry.metrics import line_key, read_metrics
 COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
 
 
-class RunUnreadable(Exception):
+class RunUnreadable(ConfigError):
     """A run cannot be read, is not finished, or has no checkpoint of the step."""
 
 

@@ -45,10 +45,8 @@ def run_folder(
             with reading_mirror(run) as mirror:
                 _download(mirror, folder, checkpoint, product=product)
             yield folder
-        except Exception as error:  # name the run as the user has
-            error.args = tuple(argument.replace(str(folder), run) if isinstance(argument, str)
-                               else argument for argument in error.args)
-            raise
+        except ConfigError as error:  # name the run as the user has
+            raise ConfigError(str(error).replace(str(folder), run)) from error
 
 
 @contextmanager
