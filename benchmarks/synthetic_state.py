@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -66,12 +67,15 @@ def make_subject(megabytes: float) -> Subject:
     return Subject(model, optimizer, state, width)
 
 
-def make_checkpointer(subject: Subject, folder: Path) -> Checkpointer:
-    """The checkpointer of a run, with a store that keeps one checkpoint."""
+def make_checkpointer(
+    subject: Subject, store: Store | Path, mirror: MirrorUploads | None = None
+) -> Checkpointer:
+    """The checkpointer of a run, with a store, or one in a folder that keeps one checkpoint."""
     world = World.form(device="cpu", threads=torch.get_num_threads(), launch=LaunchInfo())
-    store = Store(folder, run="benchmark", keep=1)
+    if isinstance(store, Path):
+        store = Store(store, run="benchmark", keep=1)
     return Checkpointer(
         store=store, state=subject.state, world=world, log=Log(),
-        record=RunRecord(run_id="benchmark", attempt={}),
+        record=RunRecord(run_id="benchmark", attempt={}, mirror=mirror),
         config=schema.Checkpoint(on_error="stop"),
     )  # fmt: skip
