@@ -6,6 +6,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -129,7 +130,8 @@ def _find_resumption(
     check_fit(found, folder.store, setup.model, world)
     setup, where = carry_over(config, setup, found)
     setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
-    setup.lengths.load_state_dict(saved.parts["horizon"])
+    if "horizon" in saved.parts:
+        setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
                                               before=[*saved.inexact, *doubts])
@@ -177,7 +179,7 @@ def _enter_folder(
     is_over = resumption.position >= setup.intervals.total
     world.fail_together(partial(_make_room, context, folder.store, is_over=is_over))
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
-    folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
+    folder.given_hints.update(event["hint"] for event in events if "hint" in event)
     # If configuration or task have changed, a failure at the same step is no repetition.
     version = circumstances.hash_json(
         [command_line.to_toml(config), resumption.circumstances["code"]])
@@ -273,9 +275,10 @@ def _arm(
         if not (saved := folder.store.checkpoints()):
             raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet")
         newest = saved[-1].path / layout.MODEL
-        data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 1
-        newest.write_bytes(data)
+        with open(files.open_regular(newest, os.O_RDWR), "r+b") as file:
+            middle = os.fstat(file.fileno()).st_size // 2
+            byte = os.pread(file.fileno(), 1, middle)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), middle)
 
     def no_space() -> None:
         raise fault_injection.no_space(folder.store.folder)

@@ -363,7 +363,7 @@ def test_a_configuration_recorded_by_an_earlier_version_is_read_without_what_it_
                             'betas = [0.9, 0.999]\neps = 1e-8\nmomentum = 0.5\nnesterov = "off"\n'
                             '[schedule]\nname = "constant"\nmin_ratio = 0.1\n')
 
-    config = command_line.load(Path(path))
+    config = command_line.parse_config([path])
 
     assert (config.steps, config.epochs, config.schedule.min_ratio) == (4, None, None)
     assert config.optim == Optim(name="sgd", momentum=0.5)

@@ -28,10 +28,12 @@ from trainer.commands.report.history import History, flatten, read_history
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
 from trainer.resilience.attempts import failure_sentence
 from trainer.run.saved_run import config_error_on_write
-from trainer.storage.files import replace_bytes
+from trainer.storage import layout
+from trainer.storage.files import make_subfolder, replace_bytes
 from trainer.telemetry.classification import per_class
+from trainer.telemetry.events import writable
 
-PAGE, PLOTS = "report.html", "report"
+PAGE, PLOTS = "report.html", layout.REPORT
 MOST = 100
 """Largest number of rows of a table."""
 
@@ -96,17 +98,16 @@ def main(argv: Sequence[str]) -> int:
     stories = sort_runs(stories, options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
-        print(text_table([list(row) for row in rows]))
+        print(writable(text_table([list(row) for row in rows])))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
     text = _page(stories, drawn, options.sort)
     out = options.out or options.runs[0]
     with config_error_on_write(f"--out {out}", "choose a folder that can be written"):
-        (out / PLOTS).mkdir(parents=True, exist_ok=True)
+        make_subfolder(out / PLOTS)
         for plot in drawn:
             replace_bytes(out / PLOTS / f"{plot.name}.png", [plot.png()])
-        # A file name need not be UTF-8.
-        replace_bytes(out / PAGE, [text.encode(errors="surrogateescape")])
+        replace_bytes(out / PAGE, [text.encode()])
     print(out / PAGE)
     return 0
 
@@ -240,4 +241,4 @@ def _row(cells: Sequence[object], kind: str = "", *, tag: str = "td") -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(writable(str(value)))
