@@ -18,7 +18,6 @@ from trainer.storage.files import (
     open_regular,
     read_chunks,
     read_file,
-    refuse_link,
     write_file,
 )
 from trainer.storage.layout import MANIFEST, MODEL, OPTIMIZER, PRODUCT, STATE, SUMMARY
@@ -105,12 +104,15 @@ def encode_manifest(fields: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, step: int) -> CheckpointInfo:
     """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
     try:
-        refuse_link(path)
+        if path.is_symlink():  # what is deleted or written there would be elsewhere
+            raise ValueError("it is a symbolic link, which isn't followed")
         manifest = _parse(read_file(path / MANIFEST))
         if manifest["step"] != step:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
         why = f"{MANIFEST} is missing"
+    except FileDamaged:
+        why = f"{MANIFEST} is no regular file, or too large"
     except ValueError as error:
         why = str(error)
     except OSError as error:

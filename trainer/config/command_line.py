@@ -31,7 +31,7 @@ from trainer.config.fields import (
     type_name,
 )
 from trainer.config.schema import Config, without_unread
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, FileDamaged
 from trainer.storage.records import read_toml
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
@@ -154,22 +154,21 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """The content of a recipe. Raises ConfigError too if it has a setting of one start."""
+    """The content of a recipe."""
     try:
         table = read_toml(path)
-    except (OSError, ValueError) as error:
+    except FileDamaged as error:
+        raise ConfigError(f"recipe {error}") from error
+    except OSError as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(fields := table.setdefault("task", {}), dict):
         raise ConfigError(f"{path}: task = {fields!r}: write a table [task], with the task's name "
                           f"as its key {_TASK_KEY}.")
-    if given := [name for name in ONE_START if name in table]:
-        raise ConfigError(f"{path}: {given[0]} = {table[given[0]]!r}: a recipe can't decide this; "
-                          f"remove it, and give {flag_of(given[0])} on the command line.")
     return table
 
 
 def _values_of(table: Mapping[str, Any], task: type, path: Path) -> dict[str, Any]:
-    """The values of a recipe's table by dotted name."""
+    """The values of a recipe's table by dotted name; a setting of `ONE_START` is refused."""
     settings = _settings(task)
     sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values: dict[str, Any] = {}
@@ -180,6 +179,9 @@ def _values_of(table: Mapping[str, Any], task: type, path: Path) -> dict[str, An
             values[name] = convert_value(settings[name].hint, value)
         except ValueError as error:
             raise ConfigError(f"{path}: {name} = {value!r}: {error}.") from error
+        if name in ONE_START:
+            raise ConfigError(f"{path}: {name} = {value!r}: a recipe can't decide this; remove it, "
+                              f"and give {flag_of(name)} on the command line.")
     return without_unread(values)
 
 

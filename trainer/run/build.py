@@ -31,6 +31,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
+from trainer.config.secrets import is_secret
 from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -341,7 +342,9 @@ def _write_description(
 ) -> None:
     """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
+    has_secret = any(is_secret(name) and value for name, value, _ in config.leaves())
+    files.replace_text(path / layout.CONFIG, command_line.to_toml(config),
+                       mode=0o600 if has_secret else 0o666)
     label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         label, why = "equivalent", "--numerics.deterministic is off"

@@ -20,6 +20,7 @@ import torch
 
 from trainer.checkpoint.manifest import LISTED_FILE, check_listed
 from trainer.checkpoint.store import Store
+from trainer.config.secrets import mask_arguments
 from trainer.distributed.world import World
 from trainer.errors import (
     PATH_ERRNOS,
@@ -268,7 +269,7 @@ def clean(path: Path) -> None:
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
     """The content of environment.json."""
     return {
-        "command": sys.argv, "python": platform.python_version(), "packages": package_versions(),
+        "command": mask_arguments(sys.argv), "python": platform.python_version(), "packages": package_versions(),
         "host": platform.node(), "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(), "device": str(world.device),
         "device_name": device_name(world.device), "world_size": world.size,

@@ -57,14 +57,15 @@ def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> byt
 
 
 def write_file(
-    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len
+    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len, *,
+    mode: int = 0o666,
 ) -> None:
     """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written.
 
     Afterwards its pages are dropped from the page cache, if the system supports this: otherwise
     reading the file back would verify the cache and not the disk.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for view in content:
             for start in range(0, len(view), CHUNK):
@@ -87,19 +88,19 @@ def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
             on_chunk(buffer[:count])
 
 
-def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+def make_folder(folder: Path) -> None:
     """Create a folder and its parents durably, if missing."""
     if not folder.is_dir():
         make_folder(folder.parent)
-        folder.mkdir(mode, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
 
 
-def make_subfolder(folder: Path, *, mode: int = 0o777) -> None:
+def make_subfolder(folder: Path) -> None:
     """As `make_folder`, for a folder inside a run folder. Raises FileDamaged if it is a link: what
     is written or deleted there would be outside of the run folder."""
     refuse_link(folder)
-    make_folder(folder, mode=mode)
+    make_folder(folder)
 
 
 def refuse_link(path: Path) -> None:
@@ -160,18 +161,20 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text to a file, atomically and durably; surrogates (of file names) keep their bytes.
     """
-    replace_bytes(path, [text.encode(errors="surrogateescape")])
+    replace_bytes(path, [text.encode(errors="surrogateescape")], mode=mode)
 
 
-def replace_bytes(path: Path, chunks: Any, *, keep_other: bool = False) -> None:
+def replace_bytes(
+    path: Path, chunks: Any, *, keep_other: bool = False, mode: int = 0o666
+) -> None:
     """Write bytes to a file, atomically and durably; with `keep_other` only if it is missing."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
-        write_file(aside, (memoryview(chunk) for chunk in chunks))
+        write_file(aside, (memoryview(chunk) for chunk in chunks), mode=mode)
         if keep_other:
             with suppress(FileExistsError):
                 os.link(aside, path)

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,6 +75,7 @@ class Log:
         self._note_phase(self.status.phase)
         self.status.on_phase(self._note_phase)
         self.status.on_step(self._note_step)
+        self._hidden: list[str] = []
         self.set_level(level)
 
     def _note_phase(self, phase: Phase) -> None:
@@ -95,6 +96,16 @@ class Log:
     def set_level(self, level: str) -> None:
         """Show lines of this level and above."""
         self._threshold = LEVELS.index(level)
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Write a mask in place of these texts from now on."""
+        self._hidden = list(texts)
+
+    def _writable(self, value: Any) -> Any:
+        value = writable(value)
+        for text in self._hidden if isinstance(value, str) else ():
+            value = value.replace(text, "***")
+        return value
 
     def debug(self, text: str) -> None:
         self._line("debug", text)
@@ -127,7 +138,7 @@ class Log:
             "time": round(self._clock(), 6), "attempt": self.attempt, "nonce": self.nonce,
             "node": socket.gethostname(), "rank": self.rank, "step": self.status.step,
             "phase": self.status.phase, "event": event,
-            **{name: writable(value) for name, value in fields.items()},
+            **{name: self._writable(value) for name, value in fields.items()},
         }  # fmt: skip
         if self._events is None:
             self._early.append(line)
@@ -157,7 +168,7 @@ class Log:
         mark = "" if level in ("info", "debug") else f"{level}: "
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
-        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
+        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", self._writable(text)
         if self._line_writer is not None:
             self._line_writer(f"{tag}{mark}{text}")
         else:  # one write per line, so that the lines of several ranks don't mix

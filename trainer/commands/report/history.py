@@ -11,16 +11,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, FileDamaged
 from trainer.resilience.attempts import RUN, Attempt, Event, read_attempts
 from trainer.run.run_dir import ENVIRONMENT, SUMMARY
 from trainer.storage import layout
 from trainer.storage.jsonl import read_records
 from trainer.storage.locks import living_owner
-from trainer.storage.records import Kind, read_record, read_toml
+from trainer.storage.records import (
+    Kind,
+    is_number,
+    is_positive,
+    is_text,
+    optional,
+    read_record,
+    read_toml,
+)
 from trainer.telemetry.events import read_events
 from trainer.telemetry.metrics import METRIC_LINE
 from trainer.telemetry.step_timing import TIMING_LINE
+
+CONFIG = Kind(known={"restart.max_same_step": is_positive, "clip.norm": optional(is_number),
+                     "eval.best": is_text})
+"""Content of config.toml by dotted name: the entries that readers use."""
 
 Timing = Sequence[Mapping[str, Any]]
 """Lines of timing.jsonl."""
@@ -269,12 +282,16 @@ def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _config(path: Path, tell: Callable[[str], object]) -> dict[str, Any]:
     try:
-        return flatten(read_toml(path))
+        table = flatten(read_toml(path))
     except FileNotFoundError:
         return {}
     except FileDamaged as error:
         tell(str(error))
         return {}
+    if why := CONFIG.problem(table):
+        tell(f"{path.name}: {why}")
+        return {}
+    return {name: hidden(value) if is_secret(name) else value for name, value in table.items()}
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
