@@ -23,6 +23,7 @@ from trainer import rng
 from trainer.commands.train import RankProcess, Training
 from trainer.config import command_line
 from trainer.config.schema import Config
+from trainer.config.secrets import secret_texts
 from trainer.distributed import allocator
 from trainer.distributed.device import choose_device
 from trainer.distributed.world import LaunchInfo, World
@@ -152,6 +153,7 @@ def _train_as_rank(config: Config[Any]) -> None:
 def _train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
+    log.hide(secret_texts(config))
     training = Training(log, stop, config)
     try:
         log.status.enter(Phase.JOIN)

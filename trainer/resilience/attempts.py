@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_GAVE_UP
 from trainer.storage.records import Kind, is_count, is_text, optional
+from trainer.telemetry.events import ALWAYS
 
 Event = Mapping[str, Any]
 
@@ -56,6 +57,8 @@ def read_attempts(events: Iterable[Event], owner: str | None = None) -> list[Att
     attempts: dict[int, Attempt] = {}
     reached: dict[int, int | None] = {}
     for event in events:
+        if not event.keys() >= ALWAYS:
+            continue
         number, name = event["attempt"], event["event"]
         if name == "start" and (event["rank"] == 0 or number not in attempts):
             # Use rank 0's event; in the folder of a node without rank 0, the first one.

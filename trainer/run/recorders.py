@@ -216,7 +216,8 @@ def _other_sinks(
 def _earlier_s(path: Path) -> float:
     """Seconds that the run in a folder has been running."""
     return running_s(record for file, kind in ((layout.EVENTS, EVENT), (layout.TIMING, TIMING_LINE))
-                     for record in read_records(path / file, kind=kind))
+                     for record in read_records(path / file, kind=kind)
+                     if {"time", "attempt"} <= record.keys())
 
 
 def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:

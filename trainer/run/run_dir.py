@@ -120,7 +120,7 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
         if not runs:
             return None
         attempts = [event["attempt"] for event in read_events(path / layout.EVENTS)
-                    if event["event"] == "start"]
+                    if event.get("event") == "start" and "attempt" in event]
         return {"run": runs[-1], "attempt": max(attempts, default=0)}
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
@@ -269,7 +269,8 @@ def clean(path: Path) -> None:
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
     """The content of environment.json."""
     return {
-        "command": mask_arguments(sys.argv), "python": platform.python_version(), "packages": package_versions(),
+        "command": mask_arguments(sys.argv),
+        "python": platform.python_version(), "packages": package_versions(),
         "host": platform.node(), "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(), "device": str(world.device),
         "device_name": device_name(world.device), "world_size": world.size,

@@ -32,11 +32,10 @@ COLOURS = {"warning": 33, "error": 31}
 """Terminal colours of the level before a line: yellow, red."""
 
 EVENT = Kind(
-    needed={"time": is_seconds, "attempt": is_count, "rank": is_count, "step": is_count,
-            "event": is_text},
     known={
-        **dict.fromkeys(("nonce", "node", "phase", "kind", "fault", "error", "hint", "label",
-                         "at_phase", "failed_phase"), is_text),
+        "time": is_seconds, "attempt": is_count, "rank": is_count, "step": is_count,
+        **dict.fromkeys(("event", "nonce", "node", "phase", "kind", "fault", "error", "hint",
+                         "label", "at_phase", "failed_phase"), is_text),
         **dict.fromkeys(("why", "where", "what", "launch", "version"), optional(is_text)),
         **dict.fromkeys(("at_step", "to_step", "bytes", "pid"), is_count),
         **dict.fromkeys(("failed_step", "culprit", "reached"), optional(is_count)),
@@ -44,6 +43,8 @@ EVENT = Kind(
         "echo": is_flag, "entered": table_of(is_seconds), "exit_code": is_number,
         "world_size": is_positive})
 """A line of events.jsonl: the entries that readers use."""
+ALWAYS = frozenset(("time", "attempt", "rank", "step", "event"))
+"""Entries of each event of a run."""
 
 _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
     *range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)
@@ -200,7 +201,7 @@ def read_events(
     for path in paths:
         latest = dict[int, float]()  # attempt → the largest time so far in this file
         for record in read_records(path, kind=EVENT, tell=tell):
-            attempt, time_s = record["attempt"], record["time"]
+            attempt, time_s = record.get("attempt", -1), record.get("time", 0.0)
             latest[attempt] = max(latest.get(attempt, time_s), time_s)
             events.append((attempt, latest[attempt], record))
     return [record for *_, record in sorted(events, key=lambda event: event[:2])]

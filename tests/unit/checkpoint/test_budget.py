@@ -33,7 +33,7 @@ def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) 
     with store.stage(step, generation=0) as stage:
         fill(stage)
         stage.commit(kind="periodic", run="r")
-    event = {"event": "save", "at_step": step, "time": step, "attempt": 0, "rank": 0, "step": step}
+    event = {"event": "save", "at_step": step, "time": step}
     if seconds is not None:
         event |= {"bytes": size, "seconds": seconds}
     with (folder / "events.jsonl").open("a") as events:

@@ -27,7 +27,7 @@ from trainer.storage.records import (
     read_record,
     read_toml,
 )
-from trainer.telemetry.events import read_events
+from trainer.telemetry.events import ALWAYS, read_events
 from trainer.telemetry.metrics import METRIC_LINE
 from trainer.telemetry.step_timing import TIMING_LINE
 
@@ -138,13 +138,14 @@ def read_history(path: Path, *others: Path) -> History:
         raise ConfigError(f"{path}: there is no such folder")
     damage: list[str] = []
     tell = damage.append
-    if _read(path / layout.IDENTITY, RUN, tell) is None and not (path / layout.EVENTS).exists():
-        raise ConfigError("; ".join([
-            f"{path}: there is no run in this folder (no {layout.IDENTITY})", *damage]))
+    _read(path / layout.IDENTITY, RUN, tell)
+    if not (path / layout.IDENTITY).exists() and not (path / layout.EVENTS).exists():
+        raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
     return History(
         name=path.resolve().name, path=path, damage=damage,
-        events=read_events(*(run / layout.EVENTS for run in (path, *others)), tell=tell),
+        events=[e for e in read_events(*(run / layout.EVENTS for run in (path, *others)), tell=tell)
+                if e.keys() >= ALWAYS],
         steps=[line for line in lines if "loss" in line],
         validations=[line for line in lines if "val_loss" in line],
         timing=read_records(path / layout.TIMING, kind=TIMING_LINE, tell=tell),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import html
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
     stories = [read_history(path) for path in options.runs]
     if len({story.name for story in stories}) < len(stories):
         stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
+    for what in (what for story in stories for what in story.damage):
+        print(writable(f"damaged: {what}"), file=sys.stderr)
     stories = sort_runs(stories, options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
