@@ -14,7 +14,7 @@ from trainer.resilience.attempts import RUN
 from trainer.storage import layout
 from trainer.storage.files import open_regular
 from trainer.storage.jsonl import CounterFile, newest_step, read_records
-from trainer.storage.records import is_count, read_json
+from trainer.storage.records import read_json
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
@@ -36,7 +36,7 @@ def read_progress(folder: Path) -> RunProgress:
     for event in events:
         name = event.get("event")
         step = event.get("to_step", event.get("at_step" if name in STEP_FINISHED else "step"))
-        if not is_count(step):
+        if not isinstance(step, int):
             continue
         if name in ("restore", "rollback"):  # the step may decrease
             reached = saved = step

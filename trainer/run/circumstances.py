@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import platform
@@ -27,6 +26,9 @@ from trainer.run.run_dir import device_name
 from trainer.storage.files import read_file
 from trainer.task import SPLITS
 
+_OWN = Path(trainer.__file__).parent
+_FOLDERS = tuple(f"{folder}/" for folder in (
+    sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OWN, _OWN.parent / "launch"))
 _HASHES: dict[str, tuple[Any, str]] = {}
 """Module → its specification, which a reload replaces, and the hash of its file when it was first
 asked for: ranks are forked with the code that the launcher's server has imported."""
@@ -119,14 +121,9 @@ def _file_of(module: Any) -> str | None:
     return file if isinstance(file, str) else None
 
 
-@functools.cache
 def _is_installed(file: str) -> bool:
     """Whether a file belongs to Python, an installed package, or the trainer."""
-    own = Path(trainer.__file__).parent
-    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(own),
-               str(own.parent / "launch"))
-    # Debian installs to dist-packages.
-    return "-packages/" in file or file.startswith(tuple(f"{folder}/" for folder in folders))
+    return "-packages/" in file or file.startswith(_FOLDERS)  # Debian: dist-packages
 
 
 def _methods(kind: type) -> Iterator[CodeType]:

@@ -144,8 +144,10 @@ class RunLock:
                 if not alive or why:
                     self._locks.try_lock(_byte(self.nonce))
                     self.holds = True
-                    # One padded write: needs no truncation, and readers never see half of it.
-                    os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
+                    # One padded write: readers never see half of it, nor anything after it.
+                    written = os.pwrite(
+                        self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
+                    os.ftruncate(self._locks.fd(), written)
                     return why
             if time.monotonic() >= deadline:
                 assert owner is not None

@@ -81,6 +81,8 @@ class Kind:
     known: Mapping[str, Check] = field(default_factory=dict)
     """Entries that may be missing."""
     others: Check = anything
+    whole: Check = anything
+    """What its entries have to be together."""
 
     def __call__(self, value: Any) -> bool:
         return not self.problem(value)
@@ -100,7 +102,7 @@ class Kind:
             elif not check(entry):
                 shown = json.dumps(entry)
                 return f"{name} is {shown if len(shown) <= 40 else shown[:37] + '...'}"
-        return ""
+        return "" if self.whole(value) else "its entries don't fit together"
 
 
 OBJECT = Kind()

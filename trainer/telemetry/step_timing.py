@@ -43,12 +43,21 @@ _HEAD = 4
 """Values of a mark before those of `PARTS`."""
 
 
+_SECONDS = tuple(f"{part}_s" for part in PARTS[:-1])
+
+
+def _is_of_ranks(line: Mapping[str, Any]) -> bool:
+    """Whether all lists have the same number of ranks, and the times of rank 0 are known."""
+    return all(len(line[name]) == len(line["memory_mb"]) and line[name][0] is not None
+               for name in _SECONDS)
+
+
 TIMING_LINE = Kind(
     needed={"time": is_seconds, "attempt": is_count, "step": is_count, "steps": is_positive,
             "samples": is_count,
-            **dict.fromkeys((f"{part}_s" for part in PARTS[:-1]),
-                            list_of(optional(is_seconds), least=1)),
-            "memory_mb": list_of(optional(is_number))})
+            **dict.fromkeys(_SECONDS, list_of(optional(is_seconds), least=1)),
+            "memory_mb": list_of(optional(is_number))},
+    whole=_is_of_ranks)
 """A line of timing.jsonl."""
 
 

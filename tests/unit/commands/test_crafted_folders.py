@@ -357,7 +357,7 @@ def craft(draw: Callable[..., Any], folder: Path) -> None:
             fields = json.loads(data)
             fields.pop("checksum", None)
             path.write_bytes(encode_manifest(fields))
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             path.write_bytes(data)
 
 

@@ -51,7 +51,7 @@ def test_a_secret_is_written_to_config_toml_alone(tmp_path, monkeypatch, capsys)
     command = ["train.py", f"--task.api-key={VALUE}", "--task.api-key", VALUE, "--steps=2"]
     monkeypatch.setattr("sys.argv", command)
     config = Config(task=Hub(api_key=VALUE), run=str(run), steps=2, device="cpu",
-                    batch=Batch(global_size=16), world=WorldConfig(threads=1))
+                    batch=Batch(global_size=16, micro_size=8), world=WorldConfig(threads=1))
 
     train(config)
     report.main([str(run)])
