@@ -45,6 +45,15 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     return masked
 
 
+def masked_repr(config: Config[Any], text: str) -> str:
+    """A text with masks in place of the representations of secret values, as a dataclass has."""
+    for name, value, _ in config.leaves():
+        if is_secret(name) and isinstance(value, str):
+            text = text.replace(f"{name.rpartition('.')[2]}={value!r}",
+                                f"{name.rpartition('.')[2]}={MASK!r}")
+    return text
+
+
 def secret_texts(config: Config[Any]) -> Iterator[str]:
     """The secret values of a configuration, to be hidden in messages. One of a `key` without any
     digit, as `label_key` may have, is a name."""
