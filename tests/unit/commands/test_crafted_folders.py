@@ -395,7 +395,7 @@ def test_odd_records_give_one_line_and_no_traceback(run, tmp_path, capsys, data)
     check(run, tmp_path / "odd", capsys, data.draw, begin=False)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=8, deadline=None, suppress_health_check=HEALTH)
 @given(data=st.data())
 def test_odd_records_do_not_stop_a_start_with_a_traceback(run, tmp_path, capsys, data):
     check(run, tmp_path / "odd", capsys, data.draw, begin=True)
