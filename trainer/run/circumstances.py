@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import platform
 import sys
 import sysconfig
@@ -20,6 +21,8 @@ import xxhash
 
 import trainer
 from trainer.config import command_line
+from trainer.distributed import nccl
+from trainer.distributed.device import describe_gpus, driver_version
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
@@ -35,7 +38,8 @@ asked for: ranks are forked with the code that the launcher's server has importe
 
 
 def find(context: Context, setup: Setup) -> dict[str, Any]:
-    """The circumstances of this attempt, as JSON values; see `compatibility.compare_settings`."""
+    """Collective. The circumstances of this attempt, as JSON values; see
+    `compatibility.compare_settings`."""
     world = context.world
     objects = (getattr(setup.task, "given", setup.task), setup.optimizer, *setup.model.modules(),
                *setup.data.values())
@@ -49,7 +53,22 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
         **library_versions(),
         "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
         "packages": {name: package_version(name) for name in sorted(_packages(classes))},
-        "code": loaded_code(classes)}
+        "code": loaded_code(classes),
+        **({"gpu": _of_gpus(context)} if world.device.type == "cuda" else {})}
+
+
+def _of_gpus(context: Context) -> dict[str, str | None]:
+    """Collective. Facts on which only sums on GPUs depend. NCCL's order of a sum follows its
+    version, its settings and the topology; the rank-invariant reduction doesn't use it."""
+    world = context.world
+    facts = {"CUDA": torch.version.cuda, "NVIDIA driver": driver_version(),
+             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
+    if world.size > 1 and context.config.parallel.reduction == "ddp":
+        own = describe_gpus(world.device, world.local_size) if world.local_rank == 0 else None
+        facts |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+                  "the variables of NCCL": nccl.chosen_sums(),
+                  "the GPUs of the hosts": "; ".join(filter(None, world.gather_json(own)))}
+    return dict(world.broadcast_json(facts))  # that of rank 0: hosts may differ
 
 
 def library_versions() -> dict[str, str]:
