@@ -97,13 +97,12 @@ class TarLane(Iterator[Any]):
         while self._file < len(self._files):
             path = self._files[self._file]
             if self._open is None or self._open.path != path:
-                self._close()
                 self._open = _TarFile(path)
             sample, self._offset = self._open.sample(self._offset)
             if sample is not None:
                 return sample if self._transform is None else self._transform(sample)
             self._file, self._offset = self._file + 1, 0
-        self._close()
+        self._open = None
         raise StopIteration
 
     def state_dict(self) -> dict[str, int]:
@@ -111,11 +110,6 @@ class TarLane(Iterator[Any]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._file, self._offset = state["file"], state["offset"]
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._open = None
 
 
 class _TarFile:
@@ -151,7 +145,7 @@ class _TarFile:
                           name[2]: self._content(member)}
             offset = after
 
-    def close(self) -> None:
+    def __del__(self) -> None:
         self._stream.close()
 
     def _member(self, offset: int) -> tuple[tarfile.TarInfo | None, int]:
