@@ -20,6 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
+_NUMPY = np.random.mtrand._rand
+_PROCESS_WIDE = (_PYTHON, _NUMPY, torch.default_generator)
+_seed_python = super(random.Random, _PYTHON).seed
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -50,9 +55,12 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
 def seed_all(*parts: int, state: int = 0, devices: bool = True) -> None:
     """Key the process-wide generators: python, numpy, torch CPU and, with `devices`, the device."""
     key = mix(*parts, state=state)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)  # torch.manual_seed takes 0.3 ms
+    # What random.seed, np.random.seed and torch.manual_seed (0.3 ms) do for such a key. Between the
+    # passes of a model all of it comes from memory: 30 us, with those functions 75 us.
+    _seed_python(key)
+    _PYTHON.gauss_next = None
+    _NUMPY.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
     if devices:
         for generator in _device_generators():
             generator.manual_seed(key)
@@ -130,8 +138,6 @@ def _device_generators() -> tuple[Any, ...]:
 
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
-_PROCESS_WIDE = (random.seed.__self__, np.random.mtrand._rand,  # type: ignore[attr-defined]
-                 torch.default_generator)
 _FOREIGN = ("builtins", "torch", "typing", "collections", "abc")
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 _MANY = 64

@@ -57,6 +57,20 @@ def test_the_same_key_gives_the_same_draws():
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
+def test_keyed_generators_have_the_states_of_their_own_seed_functions():
+    draws()
+    random.gauss()  # leaves the second number of its pair
+    rng.seed_all(1, 2, state=3)
+    state = rng.snapshot()
+    draws()
+    key = rng.mix(1, 2, state=3)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.manual_seed(key)
+
+    assert rng.snapshot() == state
+
+
 def test_a_snapshot_is_json_and_restores_all_generators():
     rng.seed_all(5)
     random.gauss()  # caches a second value, like numpy

@@ -137,15 +137,15 @@ def _map(function: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
     """
     if isinstance(batch, Tensor) or (method and hasattr(type(batch), method)):
         return function(batch)
+    if isinstance(batch, tuple | list) and not _is_strings(batch):
+        parts = [_map(function, v, method) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, Mapping):
         return _like(batch, {k: _map(function, v, method) for k, v in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [f.name for f in dataclasses.fields(batch) if f.init]
         return dataclasses.replace(
             batch, **{n: _map(function, getattr(batch, n), method) for n in names})
-    if isinstance(batch, tuple | list) and not _is_strings(batch):
-        parts = [_map(function, v, method) for v in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return function(batch)
 
 

@@ -109,7 +109,7 @@ class KeyedSamples(Dataset[MicroBatch]):
         except SampleError as error:
             return raise_or_return(  # type: ignore[return-value]
                 error, rank=self._rank, worker=worker, advice=self._advice)
-        if not spec.indices:
+        if chosen is spec.indices or not spec.indices:
             return MicroBatch(spec, batch)
         return MicroBatch(spec, batch, tuple(
             ReplacedSample(index=self._place(index), by=self._place(by), epoch=spec.epoch,

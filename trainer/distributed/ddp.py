@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -97,18 +97,18 @@ class MetricAccumulator:
                               "trainable parameter. Compute it from the model's output, without "
                               ".detach(), .item() or no_grad().")
         names = tuple(metrics)
-        if self.names is None and len(_FIXED) + 2 * len(names) > CAPACITY:
-            raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
-                              f"{(CAPACITY - len(_FIXED)) // 2}.")
-        if self.names not in (None, names):
-            raise ConfigError(f"the task returned the metrics {list(self.names or ())} before and "
+        if self.names is None:
+            if len(_FIXED) + 2 * len(names) > CAPACITY:
+                raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
+                                  f"{(CAPACITY - len(_FIXED)) // 2}.")
+            self.names, self.named_losses = names, len(names) - len(outcome.metrics)
+        elif self.names != names:
+            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
-        self.names = names
-        self.named_losses = len(outcome.total) if isinstance(outcome.total, Mapping) else 0
         numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
-        row: list[Any] = [n.detach() if isinstance(n, Tensor) else float(n) for n in numbers]
-        if self._on_host:
-            row = list(map(float, row))
+        row: list[Any] = [
+            float(n) if not isinstance(n, Tensor) else float(n.item()) if self._on_host
+            else n.detach() for n in numbers]
         if not samples:
             row, total = [0.0] * len(row), total * 0
         self._rows.append(row)
@@ -143,7 +143,8 @@ class MetricAccumulator:
     def _add_up(self) -> list[Any]:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
-        sums = rows[0] if len(rows) == 1 else [_sum(column) for column in zip(*rows, strict=True)]
+        add_up = _sum_on_host if self._on_host else _sum
+        sums = rows[0] if len(rows) == 1 else list(map(add_up, zip(*rows, strict=True)))
         requests, self._requests = self._requests, (*_NO_REQUESTS, False)  # each counts as 0 or 1
         return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
@@ -188,9 +189,11 @@ class Objective(nn.Module):
         last one of a step carries this rank's requests: its backward reduces gradients and sums."""
         # A stand-in's buffers are put back, so those before it are checked.
         before = self._look_at_buffers() if requests_if_last is not None and not samples else ()
-        is_first = self._is_first_batch and samples > 0
-        self._is_first_batch &= not is_first
-        with first_batch() if is_first else contextlib.nullcontext():
+        if self._is_first_batch and samples:
+            self._is_first_batch = False  # only once: a module sets an attribute in 15 us
+            with first_batch():
+                outcome = self.loss(self.model, batch)
+        else:
             outcome = self.loss(self.model, batch)
         if self._look is not None:
             self._look(outcome)
@@ -294,8 +297,12 @@ def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch
 def _sum(column: Sequence[Any]) -> Any:
     """Sum scalars of host and device."""
     on_device = [n.float() for n in column if isinstance(n, Tensor)]
-    on_host = reduce(add, (n for n in column if not isinstance(n, Tensor)), 0.0)
+    on_host = _sum_on_host(n for n in column if not isinstance(n, Tensor))
     return torch.stack(on_device).sum() + on_host if on_device else on_host
+
+
+def _sum_on_host(numbers: Iterable[float]) -> float:
+    return reduce(add, numbers, 0.0)  # `sum` rounds otherwise from Python 3.12 on
 
 
 def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
