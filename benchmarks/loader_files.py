@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from benchmarks import reporting
@@ -138,8 +137,10 @@ def picture_loader(name: str, folder: Path, workers: int) -> Contestant:
     if name == "trainer, photos (PIL)":
         return mapped(Photos(root=str(folder), validation_fraction=0).dataset("train"), workers)
     if name == "trainer, torchvision.io":
+        from torchvision.io import decode_image
+
         return mapped(ImageFolder(folder / "train", ON_TENSORS, loader=functools.partial(
-            decode_image, mode=ImageReadMode.RGB)), workers)
+            decode_image, mode="RGB")), workers)
     if name == "trainer, tars":
         return streamed(TarStream(tars, transform=as_tensors), workers)
     options: dict[str, Any] = {

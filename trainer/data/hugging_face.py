@@ -22,7 +22,8 @@ class HuggingFaceStream(IterableDataset[Any]):
             raise ConfigError(f"HuggingFaceStream: {type(dataset).__name__} is no streamed data "
                               "set of Hugging Face; return it itself from dataset(), or stream it "
                               "by load_dataset(…, streaming=True) or .to_iterable_dataset().")
-        self.dataset, self.epoch = dataset, 0
+        self.dataset: Any = dataset
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
