@@ -13,13 +13,15 @@ from trainer.commands.compare import differences
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_tars(folder)
-    if pytest.importorskip("pyarrow", reason="needs the test extra: pip install -e '.[test]'"):
-        write_parquet(folder)
+    pytest.importorskip("pyarrow", reason="needs the test extra: pip install -e '.[test]'")
+    write_parquet(folder)
     return folder
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["parquet", "tar", "tar-blocks", "hf", "hf-blocks", "hf-memory"])
+@pytest.mark.parametrize("kind", [
+    "parquet", "tar-blocks", "hf",
+    *(pytest.param(kind, marks=pytest.mark.long) for kind in ("tar", "hf-blocks", "hf-memory"))])
 def test_a_killed_run_ends_with_the_same_bits_on_two_and_then_three_ranks(
     ranks, undisturbed, data, tmp_path, kind
 ):
@@ -35,5 +37,7 @@ def test_a_killed_run_ends_with_the_same_bits_on_two_and_then_three_ranks(
                       "--inject=kill:rank=2:step=35:phase=optimizer")
 
     assert [sorted(codes) for codes in ends] == [[-9, 1], [-9, 1], [-9, 1, 1], [0, 0, 0]]
-    assert not [found for found in differences(undisturbed(2, *arguments), tmp_path / "run")
-                if "world size" not in found]
+    found = list(differences(undisturbed(2, *arguments), tmp_path / "run"))
+    # The state of a stream of `datasets` depends on where it was resumed, its samples do not.
+    allowed = ("world size is", "parts: stream, feeds is")[:1 + (kind in ("hf", "hf-blocks"))]
+    assert [one for one in found if not one.startswith(allowed)] == []
