@@ -254,11 +254,11 @@ def _check_sums(case: _Case) -> Iterator[str]:
         return
     model = case.model()
     model.eval()
-    buffers, moved = Buffers(model), set[str]()
-    with torch.no_grad(), buffers.preserved(moved):
+    buffers = Buffers(model)
+    with torch.no_grad(), buffers.preserved():
         problems = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
                                 case.whole, case.halves, tolerance=TOLERANCE)
-    yield from (f"{problem}: {SUMS}" for problem in problems if not moved)
+    yield from (f"{problem}: {SUMS}" for problem in problems if not buffers.moved())
 
 
 def _check_step(case: _Case) -> Iterator[str]:

@@ -186,6 +186,7 @@ class Training:
             limit_s = None if watched else math.inf
         start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
         with Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog:
+            world.connect_gpus()
             built = build(config, world, self._log, stop, watchdog.marks)
             guard = self.guard = built.guard
             watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,

@@ -59,7 +59,8 @@ def compare_settings(
         saved: `settings` of the attempt that wrote the checkpoint.
         now, then: circumstances of this attempt and of that one: "data" (fingerprint of the
             training data), "splits" (those of the others), "task" (path), "code" (hashes of files),
-            "packages" (versions) and `VALUES`. Those that older checkpoints lack are not compared.
+            "packages" (versions), "gpu" (see `circumstances`) and `VALUES`. Those that older
+            checkpoints lack are not compared.
         before: reasons of earlier attempts why the run is only equivalent; they stay.
 
     Raises:
@@ -141,10 +142,12 @@ def _changed_values(
     for name in VALUES:
         if name in then and now.get(name) != then[name]:
             yield name, f"{name.replace('_', ' ')} was {then[name]} and is {now.get(name)}"
-    here, there = now.get("packages", {}), then.get("packages", {})
-    for name in here:
-        if here[name] != there.get(name, here[name]):
-            yield name, f"{name} was {there[name]} and is {here[name]}"
+    for group in ("packages", "gpu"):
+        here, there = now.get(group, {}), then.get(group, {})
+        for name in here:
+            if here[name] != there.get(name, here[name]):
+                verbs = ("were", "are") if name.startswith("the ") else ("was", "is")
+                yield name, f"{name} {verbs[0]} {there[name]} and {verbs[1]} {here[name]}"
 
 
 def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]:

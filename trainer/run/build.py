@@ -203,7 +203,7 @@ def _make_trainable(
 ) -> Trainable:
     """Collective. Wrap the model, and make its state, which is not restored yet."""
     config, world, marks = context.config, context.world, context.marks
-    boundary = StepBoundary(setup.model, context.status, context.log.warn_once)
+    boundary = StepBoundary(setup.model, context.status, context.log.warn_once, world.device)
     wrapped, objective = _wrap(config, setup, world, boundary)
     reduction: Reduction = iter
     if config.parallel.reduction == "canonical":
@@ -227,7 +227,7 @@ def _make_trainable(
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
         record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
-        config=config.checkpoint)
+        config=config.checkpoint, boundary=boundary)
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))
     faults = _arm(context, folder, objective, state, checkpoint)
@@ -264,6 +264,7 @@ def _arm(
     """Arm the faults to be injected, from the next progress mark on."""
 
     def flip() -> None:
+        checkpoint.abandon()  # a save in flight may still read it
         parameter = next(p for p in state.model.parameters() if p.numel())
         memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
         memory.set_(parameter.untyped_storage())[0] ^= 1
@@ -344,5 +345,6 @@ def _write_description(
         label, why = "equivalent", "--numerics.deterministic is off"
     elif world.device.type == "mps":
         label, why = "equivalent", "mps has no deterministic kernels"
+    gpu = {key: value for key, value in resumption.circumstances.items() if key == "gpu"}
     files.replace_json(path / layout.ENVIRONMENT,
-                       run_dir.environment(world, card, label=label, why=why))
+                       run_dir.environment(world, {**card, **gpu}, label=label, why=why))

@@ -40,7 +40,7 @@ class Pictures:
         try:
             from PIL import Image
 
-            with eval_mode(self.model), Buffers(self.model).preserved(set()), torch.no_grad():
+            with eval_mode(self.model), Buffers(self.model).preserved(), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")

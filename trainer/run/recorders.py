@@ -249,9 +249,11 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
 
 
 def _zero_gradients(model: nn.Module) -> list[str]:
-    """The parameters whose gradient is exactly zero. Synchronizes with the device."""
-    return [name for name, p in model.named_parameters()
-            if p.grad is not None and p.grad.numel() and not p.grad.to_dense().any()]
+    """The parameters whose gradient is exactly zero. The host waits once for the device."""
+    found = {name: p.grad.to_dense().any() for name, p in model.named_parameters()
+             if p.grad is not None and p.grad.numel()}
+    flags = torch.stack(list(found.values())).tolist() if found else []
+    return [name for name, flag in zip(found, flags, strict=True) if not flag]
 
 
 def open_timing(context: Context, setup: Setup, attempt: int) -> StepTiming:
