@@ -35,7 +35,7 @@ from trainer.data.parquet import ParquetStream
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
-from trainer.data.tar_shards import TarStream, decode
+from trainer.data.tar_shards import TarStream, decode_fields
 from trainer.data.workers import DataReader
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.tasks.image_models import classifier
@@ -127,7 +127,7 @@ def endless(make: Callable[[], Any]) -> Contestant:
 
 
 def as_tensors(sample: dict[str, Any]) -> tuple[Any, int]:
-    found = decode(sample)
+    found = decode_fields(sample)
     return ON_TENSORS(found["jpg"]), found["cls"]
 
 

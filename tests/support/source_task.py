@@ -16,7 +16,7 @@ from trainer import Outcome
 from trainer.data.hugging_face import HuggingFaceStream
 from trainer.data.parquet import ParquetStream
 from trainer.data.shards import ShuffledBlocks
-from trainer.data.tar_shards import TarStream, decode
+from trainer.data.tar_shards import TarStream, decode_fields
 
 WIDTH = 8
 
@@ -63,7 +63,7 @@ def noisy(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def tar_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    found = decode(sample)
+    found = decode_fields(sample)
     return noisy({"x": found["x.npy"], "y": found["x.npy"].sum()})
 
 

@@ -35,7 +35,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 """File extension → decoder of its content; other files stay bytes."""
 
 
-def decode(sample: Mapping[str, Any]) -> dict[str, Any]:
+def decode_fields(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Decode the fields of a sample by their extensions: `DECODERS`."""
     found = {}
     for field, value in sample.items():
@@ -66,7 +66,7 @@ class TarStream(KeyedStream):
     """
 
     def __init__(self, files: str | Path | Sequence[str | Path], *, shuffle: bool = True,
-                 transform: Transform | None = decode) -> None:
+                 transform: Transform | None = decode_fields) -> None:
         self.files, self.shuffle = list_files(files, "TarStream: files"), shuffle
         self.transform = transform
 

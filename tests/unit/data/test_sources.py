@@ -23,7 +23,7 @@ from trainer.data.map_dataset import begin_epoch
 from trainer.data.parquet import ParquetStream
 from trainer.data.shards import ShuffledBlocks
 from trainer.data.stream_reader import LaneIterator, LanePosition, StreamSpec
-from trainer.data.tar_shards import TarStream, decode
+from trainer.data.tar_shards import TarStream, decode_fields
 from trainer.errors import ConfigError
 
 FILES, ROWS = 4, 25
@@ -239,7 +239,7 @@ def test_files_of_a_tar_are_grouped_by_their_names_and_decoded_by_their_extensio
         {"__key__": "b/1", "TXT": "é", "pyd": b"\0"}, {"__key__": "c" * 200, "cls": 4},
         {"__key__": "b/1", "cls": 5}]
     with pytest.raises(ValueError, match=r"x\.tar: cls of sample 7: invalid literal"):
-        decode({"__key__": "7", "__url__": "x.tar", "cls": b"four"})
+        decode_fields({"__key__": "7", "__url__": "x.tar", "cls": b"four"})
 
 
 def test_a_damaged_tar_is_named_with_the_offset(tmp_path):
