@@ -128,7 +128,7 @@ class Mirror:
             raise CheckpointDamaged(f"{entry.name}: {error}") from error
         return manifest
 
-    def content(self, manifest: Mapping[str, Any], name: str) -> Iterator[bytes]:
+    def content(self, manifest: Mapping[str, Any], name: str) -> Iterator[memoryview]:
         """The bytes of a file of a manifest, in parts; verified after the last one."""
         key, file = f"{manifest['data']}/{name}", manifest["files"][name]
         place = f"{layout.step_name(manifest['step'])} in the mirror"
