@@ -102,9 +102,12 @@ class Machine:
              offset: int | None = None) -> None:
         """Write a local checkpoint, whose bytes depend on the step."""
         made = self.uploads.fence.owner.generation if generation is None else generation
-        state = state_json(best=best, record={"offset": offset})
+        record = {} if offset is None else {
+            "record": {"offset": offset, "checked": 0, "checksum": ""}}
+        state = state_json(best=best, **record)
         with self.local.stage(step, generation=made) as stage:
             stage.write(layout.MODEL, b"%8d" % step * size)
+            stage.write(layout.OPTIMIZER, b"moments")
             stage.write(layout.STATE, state)
             stage.commit(kind="periodic", run=RUN)
 

@@ -15,6 +15,7 @@ from trainer.checkpoint.mirror import Mirror, MirrorEntry, Owner
 from trainer.errors import CheckpointDamaged, MirrorTaken
 from trainer.storage import layout
 from trainer.storage.object_store import AccessDenied, ObjectStore, StoreError
+from trainer.telemetry.tensorboard import TensorBoard
 
 
 @pytest.fixture
@@ -40,10 +41,10 @@ def data_of(store, step: int) -> str:
 # --- whole or absent
 
 def test_an_empty_disk_gets_the_newest_checkpoint_and_its_records(tmp_path, store, machine):
-    lines = b"".join(b'{"step": %d}\n' % n for n in range(400_000))  # three parts
+    lines = b"".join(b'{"step": %d}\n' % n for n in range(400_000))
     (machine.path / layout.METRICS).write_bytes(lines)
-    offset = lines.index(b'{"step": 350000}')
-    machine.upload(1, offset=len(lines) * 3 // 4)
+    offset = (3 << 20) + 500_000
+    machine.upload(1, offset=3 << 20)
     before = len(store.keys("records"))
     machine.upload(2, offset=offset)
     new = len(store.keys("records")) - before
@@ -55,7 +56,7 @@ def test_an_empty_disk_gets_the_newest_checkpoint_and_its_records(tmp_path, stor
     assert (tmp_path / "second" / layout.METRICS).read_bytes() == lines[:offset]
     events = (tmp_path / "second" / layout.EVENTS).read_text().splitlines()
     assert [json.loads(line)["event"] for line in events] == ["mirror", "of this disk"]
-    assert new == 2, "the full part is uploaded once"
+    assert new == 2, "full parts are uploaded once"
 
 
 @pytest.mark.parametrize("damage", ["data", "missing", "manifest"])
@@ -242,6 +243,20 @@ def test_the_interval_of_uploads(store, tmp_path):
             machine.work()
 
     assert steps(store) == [12, 16, 24]
+
+
+def test_tensorboard_shows_speed_and_delay_of_the_last_upload(tmp_path, machine):
+    line = {"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "samples": 8}
+    board = TensorBoard(tmp_path / "board", every=1, first=0)
+    board.show_figures(machine.uploads.figures)
+    board.step(line, {"step": 1.0, "data": 0.0, "compute": 1.0})
+    machine.uploads._clock = iter(range(99)).__next__
+    machine.upload(1)
+    board.step({**line, "step": 2}, {"step": 1.0, "data": 0.0, "compute": 1.0})
+    board.close()
+
+    content = b"".join(path.read_bytes() for path in (tmp_path / "board").rglob("events*"))
+    assert [content.count(tag) for tag in (b"mirror/mb_per_s", b"mirror/lag_s")] == [1, 1]
 
 
 # --- the thread

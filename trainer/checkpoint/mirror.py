@@ -26,18 +26,35 @@ from typing import Any
 
 import xxhash
 
-from trainer.checkpoint.manifest import CheckpointInfo, parse_manifest
+from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, parse_manifest
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
 from trainer.storage.files import make_folder, replace_bytes
 from trainer.storage.object_store import Missing, ObjectStore, StoreError, Version
+from trainer.storage.records import (
+    Kind,
+    is_count,
+    is_text,
+    list_of,
+    optional,
+    parse_json,
+    table_of,
+)
 from trainer.telemetry.events import Log
 
 OWNER, CHECKPOINTS, FINISHED, DATA, RECORDS = "owner", "checkpoints", "finished", "data", "records"
 LINES = (layout.METRICS, layout.EVENTS, layout.TIMING)
 DOCUMENTS = (layout.IDENTITY, layout.CONFIG, layout.ENVIRONMENT, layout.SUMMARY)
 """Files of a run folder that each manifest records: growing files of lines, and small ones."""
+_OWNER = Kind({"run": is_text, "generation": is_count, "nonce": is_text, "attempt": is_count,
+               "launch": optional(is_text), "host": is_text}, others=lambda _: False)
+_MANIFEST = Kind({
+    "run": is_text, "generation": is_count, "step": is_count, "kind": is_text, "checksum": is_text,
+    "data": is_text, "files": Kind(others=LISTED_FILE),
+    "records": table_of(list_of(lambda part: type(part) is list and len(part) == 2
+                                and is_text(part[0]) and is_count(part[1])))},
+    known={"best": is_count, "good": is_count})
 _KEY = re.compile(r"(?:checkpoints|finished)/g(\d{6,})-" + layout.STEP_NAME + r"\.json")
 
 
@@ -107,9 +124,12 @@ class Mirror:
         if (found := self.store.read(OWNER)) is None:
             return None
         try:
-            return Owner(**json.loads(found[0])), found[1]
-        except (ValueError, TypeError):
-            raise StoreError(f"the object {OWNER} is not that of a mirror") from None
+            owner = parse_json(found[0])
+        except ValueError:
+            owner = None
+        if why := _OWNER.problem(owner):
+            raise StoreError(f"the object {OWNER} is not that of a mirror: {why}")
+        return Owner(**owner), found[1]
 
     def entries(self, kind: str = CHECKPOINTS) -> list[MirrorEntry]:
         """The committed checkpoints (or products, of kind FINISHED), oldest first."""
@@ -122,14 +142,14 @@ class Mirror:
         try:
             if found is None:
                 raise ValueError("its manifest is missing")
-            manifest = parse_manifest(found[0])
+            manifest = parse_manifest(found[0], _MANIFEST)
             if (manifest["generation"], manifest["step"]) != (entry.generation, entry.step):
                 raise ValueError("its manifest is that of another checkpoint")
         except ValueError as error:
             raise CheckpointDamaged(f"{entry.name}: {error}") from error
         return manifest
 
-    def content(self, manifest: Mapping[str, Any], name: str) -> Iterator[bytes]:
+    def content(self, manifest: Mapping[str, Any], name: str) -> Iterator[memoryview]:
         """The bytes of a file of a manifest, in parts; verified after the last one."""
         key, file = f"{manifest['data']}/{name}", manifest["files"][name]
         place = f"{layout.step_name(manifest['step'])} in the mirror"

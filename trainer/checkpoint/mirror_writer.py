@@ -31,7 +31,7 @@ from trainer.storage.object_store import AccessDenied, Conflict, StoreError
 from trainer.storage.open_uploads import abort_open_uploads
 from trainer.telemetry.events import Log
 
-RECORD_BYTES = 4 << 20
+RECORD_BYTES = 1 << 20
 """Size of the parts of a record: the full ones are uploaded once, the last one with each save."""
 Parts = dict[str, list[tuple[str, int]]]
 """Name of a record → hash and size of each part."""

@@ -23,8 +23,9 @@ from trainer.run import run_dir
 from trainer.run.context import Context
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
-from trainer.storage.files import read_json, replace_json
+from trainer.storage.files import replace_json
 from trainer.storage.object_store import StoreError
+from trainer.storage.records import is_number, read_json
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
 
@@ -75,10 +76,10 @@ def make_uploads(source: MirrorSource, store: Store, path: Path, policy: MirrorP
     if source.mirror is None:
         return None
     speeds = [event["mb_per_s"] * 1e6 for event in read_events(path / layout.EVENTS)
-              if event.get("event") == "mirror" and event.get("mb_per_s")]
+              if event.get("event") == "mirror" and is_number(event.get("mb_per_s"))]
     mirror = Mirror(source.mirror.store)  # its thread moves no progress mark
     return MirrorUploads(mirror, store, path, policy, log=log,
-                         bytes_per_s=speeds[-1] if speeds else None)
+                         bytes_per_s=speeds[-1] or None if speeds else None)
 
 
 def next_generation(source: MirrorSource, store: Store, world: World) -> int:

@@ -17,6 +17,7 @@ from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
+from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_name
@@ -136,7 +137,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
-        "data": str(getattr(task, "source", config.task)),
+        "data": masked_repr(config, str(getattr(task, "source", config.task))),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,

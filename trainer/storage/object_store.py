@@ -164,12 +164,12 @@ class ObjectStore:
             self._api.put(self._store, key, _chunks(file, part, on_chunk), chunk_size=part,
                           max_concurrency=PARALLEL)
 
-    def download(self, key: str, size: int) -> Iterator[bytes]:
+    def download(self, key: str, size: int) -> Iterator[memoryview]:
         """The content of an object of this size, in parts that are read in parallel. Raises
         Missing."""
-        def part(start: int) -> bytes:
+        def part(start: int) -> memoryview:
             with _translated(key):
-                return bytes(self._api.get_range(
+                return memoryview(self._api.get_range(
                     self._store, key, start=start, end=min(start + PART_BYTES, size)))
 
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool:

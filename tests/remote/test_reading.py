@@ -39,7 +39,7 @@ def test_a_url_gives_what_the_folder_gives(mirrored, tmp_path, server, capfd, mo
         return capfd.readouterr().out
 
     assert output("compare", str(folder), url) == "same bits\n"
-    assert output("compare", url, str(folder), "--at=6", code=2) == ""  # pruned
+    assert output("compare", url, str(folder), "--at=1", code=2) == ""
     for checkpoint in ("best", "last"):
         words = [f"--checkpoint={checkpoint}", "--json"]
         assert output("evaluate", url, *words) == output("evaluate", str(folder), *words)
@@ -50,8 +50,8 @@ def test_a_url_gives_what_the_folder_gives(mirrored, tmp_path, server, capfd, mo
     assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
     assert Path("a", layout.PRODUCT).read_bytes() == Path("b", layout.PRODUCT).read_bytes()
     assert json.loads(Path("a/export.json").read_text())["run"] == url
-    pages = [Path(name, "report.html").read_text() for name in ("a", "b")]
-    assert pages[0].count("<td>whole") == pages[1].count("<td>whole") >= 2
+    saved = Mirror(ObjectStore.open(url)).entries()
+    assert Path("a/report.html").read_text().count("<td>whole") == len(saved) >= 2
     # Only what is needed: a report reads no checkpoint, and an evaluation one.
     del server.requests[:]
     output("report", url, "--text")
