@@ -40,10 +40,10 @@ from trainer.storage.object_store import ObjectStore
 from trainer.telemetry.events import Log
 
 PARTS = ("step", "save", "stop", "requests")
-BLOCK = 50
+BLOCK = 20
 """Steps from save to save in `step`."""
 GRACE_S = 10.0
-STEP_MB, BATCH = 5.0, 256
+STEP_MB, BATCH = 5.0, 64
 
 
 class Recorder(Log):
@@ -106,6 +106,7 @@ class Mirrored:
 
 
 def measure_step(url: str, pairs: int, folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)  # on a busy machine, threads wait for each other
     subject = make_subject(STEP_MB)
     inputs = torch.randn(BATCH, subject.width)
     made = {name: Mirrored(subject, folder / name, url if name == "with" else None)
@@ -288,7 +289,7 @@ def main() -> None:
             "save": lambda: measure_save(f"{url}/save", size, repeats, folder, options.lightning),
             "stop": lambda: measure_stop(f"{url}/stop", size, repeats, folder),
             "requests": lambda: count_requests(f"{url}/requests", STEP_MB, folder)}
-        for part in options.parts:
+        for part in sorted(options.parts, key=("save", "stop", "requests", "step").index):
             found[part] = parts[part]()
             show({part: found[part]})
     print(json.dumps({"benchmark": "mirror", **found}))
