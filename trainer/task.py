@@ -171,6 +171,8 @@ class Task(Protocol):
       and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
+    - `weights(dataset)`, `labels(dataset)`, `lengths(dataset)` return a value for each training
+      sample, for `--data.sampler`.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
       forks them. It must not start threads, use a device or create tensors.
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"weight_decay": 0.01, "momentum": 0.9, "nesterov": "off"}}
 """Optimizer → the values of its own settings. Other settings of `Optim` it doesn't read."""
+SAMPLERS = ("weighted", "balanced", "like-length", "mixture")
 HINTS = ("first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
          "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
          "constant-rate")  # fmt: skip
@@ -70,10 +71,16 @@ class Data(Section, prefix="data."):
     """How a shuffled order is made. permutation: a table of 8 bytes a sample; keyed: computed at
     each place, without memory; auto: a permutation up to 2^24 samples, else keyed."""
     sampler: str | None = setting(None, "must_match")
-    """Your own order, as module:Class (called with the data set and seed=; its objects with the
-    epoch and an array of places in it; they return an array of sample indices)."""
+    """weighted, balanced (each class as often), like-length (batches of like length) or mixture (of
+    data sets with weights); or your own order, as module:Class (called with the data set and seed=;
+    its objects with the epoch and an array of places in it; they return sample indices)."""
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.sampler is None or ":" in self.sampler or self.sampler in SAMPLERS,
+                   "sampler", f"use {', '.join(SAMPLERS)}, or your own as module:Class.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
                           "ends when it raises; skip bad samples in its __iter__ or lane().")
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
-    order = make_order(config.data, data["train"], config.seed)
+    order = make_order(config.data, data["train"], config.seed, task=task,
+                       micro_size=config.batch.micro_size)
     plan, intervals = _plan(config, data, world, order)
     model, choice = make_model(task, config, world.device)
     if chooses_threads and _is_small(model, config.batch.micro_size):
@@ -124,6 +125,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     workers = loader_workers(config, data["train"], world)
     fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
                     for split in SPLITS}
+    if isinstance(order, UserOrder) and (more := order.fingerprint()):
+        fingerprints["train"] = f"{fingerprints['train']}, {more}"
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
