@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,6 +180,9 @@ class Task(Protocol):
       the means by name (including "loss") and the summed `Outcome.table` (float64, or None).
     - `first_loss() -> float` is the expected loss of an untrained model (log C for C classes; 0:
       unknown); the measured initial loss is compared with it.
+    - `validation_sets` names further validation sets, `dataset("validation:NAME")`, whose metrics
+      are `val_NAME_loss` and so on. The first one also gives `val_loss` if there is no
+      `dataset("validation")`.
     - `class_names` labels the rows and columns of the table.
     - `picture(model) -> HxWx3 uint8 array` is drawn after each validation by one rank, so it must
       not call collectives.
@@ -223,6 +227,17 @@ def check_signatures(task: Any) -> None:
             raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
                               f"{name}({', '.join(given)}), which fails: {error}; correct its "
                               "parameters (self is the first one).") from error
+
+
+def splits_of(task: Any) -> tuple[str, ...]:
+    """The arguments of the calls of `Task.dataset`."""
+    names = getattr(task, "validation_sets", ())
+    if callable(names) or not isinstance(names, tuple | list) or not all(
+            isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) for name in names) or (
+            len({*names}) < len(names)):
+        raise ConfigError(f"--task: validation_sets is {names!r}; make it a tuple of different "
+                          "names of letters, digits and _ . -, such as ('clean', 'noisy').")
+    return (*SPLITS, *(f"validation:{name}" for name in names))
 
 
 def task_figures(task: Any) -> dict[str, Any]:

@@ -38,11 +38,11 @@ from trainer.run.proof import (
 )
 from trainer.step import Step
 from trainer.task import (
-    SPLITS,
     Outcome,
     check_outcome,
     check_signatures,
     first_batch,
+    splits_of,
     task_figures,
     uncalled_methods,
 )
@@ -55,7 +55,7 @@ relative to max(1, |sum|)."""
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
     """The problems of a task's samples, one sentence each."""
-    for split in SPLITS:
+    for split in splits_of(task):
         try:
             dataset, again = (dataset_of(task, split) for _ in range(2))
             if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
@@ -293,7 +293,7 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     saved = _copies(straight.state_dict())
     expected = case.outcome(straight, case.other, key=2)
 
-    for split in SPLITS:
+    for split in splits_of(pristine):
         dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
     take_shapes(restarted, saved)

@@ -46,7 +46,7 @@ from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
 from trainer.run.pictures import Pictures
-from trainer.run.prepare import Setup, prepare
+from trainer.run.prepare import Setup, prepare, validation_splits
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
@@ -82,15 +82,17 @@ def build(
     marks.mark(Phase.START, resumption.position)
     loader = Loader(open_source(context, setup, trainable.state, resumption.found),
                     device=world.device, marks=marks, log=log, at_once=not setup.workers)
-    validation, test = (_make_evaluator(context, setup, trainable, split)
-                        for split in ("validation", "test"))
+    validations = {split: _make_evaluator(context, setup, trainable, split)
+                   for split in validation_splits(setup.data)}
+    test = (None if setup.data["test"] is None else
+            _make_evaluator(context, setup, trainable, "test"))
     recorders = _open_recorders(context, setup, folder, resumption)
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
                   timing=recorders.timing)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
-                    trainable=trainable, loader=loader, validation=validation, test=test,
+                    trainable=trainable, loader=loader, validations=validations, test=test,
                     recorders=recorders, guard=guard)
 
 
@@ -120,7 +122,7 @@ def _find_resumption(
             found=None, position=0, initial_weights=report,
             decision=compatibility.ResumeDecision(reasons=(*doubts, *more)),
             circumstances=circumstances.find(context, setup))
-    found = found.for_validation(setup.fingerprints["validation"])
+    found = found.for_validation(setup.fingerprints)
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
@@ -292,10 +294,8 @@ def _arm(
 
 def _make_evaluator(
     context: Context, setup: Setup, trainable: Trainable, split: str
-) -> Evaluator | None:
+) -> Evaluator:
     """The evaluator of a split, of the averaged weights if there are some."""
-    if setup.data[split] is None:
-        return None
     state, stop = trainable.state, context.stop
     return Evaluator(
         task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,

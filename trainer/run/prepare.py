@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
-from trainer.task import SPLITS, check_signatures, load_object, task_figures
+from trainer.task import check_signatures, load_object, splits_of, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -100,7 +100,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     task = bind_seed(config.task, config.seed)
     check_signatures(task)
     task_figures(task)  # raises if they can't be used
-    data = {split: make_data(task, config, split) for split in SPLITS}
+    data = {split: make_data(task, config, split) for split in splits_of(task)}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
                           "ends when it raises; skip bad samples in its __iter__ or lane().")
@@ -120,11 +120,11 @@ def prepare(config: Config[Any], world: World) -> Setup:
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
                               replan=config.schedule.replan == "on")
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
-    if schedule.metric and data["validation"] is None:
+    if schedule.metric and not validation_splits(data):
         raise ConfigError("--schedule.name plateau: the task has no validation data.")
     workers = loader_workers(config, data["train"], world)
     fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
-                    for split in SPLITS}
+                    for split in data}
     if isinstance(order, UserOrder) and (more := order.fingerprint()):
         fingerprints["train"] = f"{fingerprints['train']}, {more}"
     card = {
@@ -167,6 +167,12 @@ def _describe(model: nn.Module) -> dict[str, Any]:
             "frozen_weights": sum(size for size, is_trained in sizes if not is_trained),
             "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
                                for m in model.modules())}
+
+
+def validation_splits(data: Mapping[str, Any]) -> list[str]:
+    """The validation sets of the run: the main one, whose metrics are `val_NAME`, first."""
+    return [split for split, dataset in data.items()
+            if split.partition(":")[0] == "validation" and dataset is not None]
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
@@ -244,7 +250,7 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
     if config.steps is None:
         raise ConfigError(f"--steps: {what}, so set the number of steps with --steps N.")
     for name, value, _ in config.leaves():
-        unused = name == "eval.every" and data["validation"] is None
+        unused = name == "eval.every" and not validation_splits(data)
         if isinstance(value, Duration) and value.unit == "epochs" and not unused:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "

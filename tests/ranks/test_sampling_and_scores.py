@@ -1,0 +1,39 @@
+"""Orders by weight and length, several validation sets and metrics that are no means: exact."""
+
+from __future__ import annotations
+
+import pytest
+from runs import run, summary, until_done, validations
+
+from trainer.commands.compare import differences
+
+TASK = ["--task=scored_task:Scored", "--device=cpu", "--batch.global-size=16",
+        "--batch.micro-size=4", "--steps=14", "--eval.every=5", "--checkpoint.every=4",
+        "--optim.lr=0.05", "--eval.best=val_noisy_loss:min"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "sizes", "more"), [
+    (2, [2], ["--data.sampler=like-length", "--data.workers=1"]),
+    (1, [3, 2], ["--data.sampler=mixture", "--parallel.reduction=canonical"]),
+], ids=["ddp", "canonical"])
+def test_killed_runs_end_with_the_same_bits(ranks, undisturbed, tmp_path, size, sizes, more):
+    straight = undisturbed(size, *TASK, *more)
+
+    ended = until_done(ranks, sizes, tmp_path / "run", *TASK, *more,
+                       "--inject=kill:step=7:rank=1", "--inject=kill:step=10:phase=evaluate")
+
+    assert len(ended) == 3
+    assert not list(differences(straight, tmp_path / "run"))
+    [first, *_] = validations(straight)
+    assert [k for k in first if k.startswith("val_") and k.endswith(("loss", "samples"))] == [
+        "val_loss", "val_samples", "val_clean_loss", "val_clean_samples", "val_noisy_loss",
+        "val_noisy_samples"]
+    assert len({first[f"val_{name}loss"] for name in ("", "clean_", "noisy_")}) == 3
+    assert summary(straight)["best"]["metric"] == "val_noisy_loss"
+
+
+def test_the_first_named_validation_set_is_the_main_one_where_there_is_no_other(ranks, tmp_path):
+    folder = run(ranks, 1, tmp_path / "run", *TASK[:-1], "--task.no-with-main", "--steps=3")
+
+    [line] = validations(folder)
+    assert line["val_loss"] == line["val_clean_loss"] != line["val_noisy_loss"]
