@@ -25,6 +25,7 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import set_training
 from trainer.run.prepare import content
 from trainer.run.proof import (
@@ -169,6 +170,7 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     try:
         check_signatures(task)
         task_figures(task)
+        MetricStates(task, torch.device("cpu"))
         case = _case(task, batch_size)
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)

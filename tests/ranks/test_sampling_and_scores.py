@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from runs import run, summary, until_done, validations
+import torch
+from runs import run, summary, until_done, validations, weights
+from scored_task import Scored, predictions
 
 from trainer.commands.compare import differences
 
 TASK = ["--task=scored_task:Scored", "--device=cpu", "--batch.global-size=16",
-        "--batch.micro-size=4", "--steps=14", "--eval.every=5", "--checkpoint.every=4",
-        "--optim.lr=0.05", "--eval.best=val_noisy_loss:min"]  # fmt: skip
+        "--batch.micro-size=4", "--steps=14", "--eval.every=5", "--checkpoint.every=5",
+        "--optim.lr=0.05", "--task.objects", "--checkpoint.keep=9",
+        "--eval.best=val_noisy_loss:min"]  # fmt: skip
+
+
+def assert_as_in_one_process(run: Path, line: dict[str, Any]) -> None:
+    """The metrics of a validation are those of torchmetrics, updated batch by batch."""
+    task = Scored(objects=True)
+    model = task.model().eval()
+    model.load_state_dict(weights(run, line["step"]))
+    for name in ("", "clean", "noisy"):
+        data: Any = task.dataset(f"validation:{name}" if name else "validation")
+        metrics = task.metrics()
+        for first in range(0, len(data), 8):
+            batch = task.collate([data[i] for i in range(first, min(first + 8, len(data)))])
+            with torch.no_grad():
+                found = predictions(model(batch[0]), batch)
+            for metric in metrics:
+                metrics[metric].update(*found[metric])
+        for metric, one in metrics.items():
+            assert line[f"val_{name}_{metric}".replace("__", "_")] == float(one.compute()), metric
 
 
 @pytest.mark.parametrize(("size", "sizes", "more"), [
@@ -24,7 +48,9 @@ def test_killed_runs_end_with_the_same_bits(ranks, undisturbed, tmp_path, size, 
 
     assert len(ended) == 3
     assert not list(differences(straight, tmp_path / "run"))
-    [first, *_] = validations(straight)
+    [first, *_] = lines = validations(straight)
+    for line in lines:
+        assert_as_in_one_process(straight, line)
     assert [k for k in first if k.startswith("val_") and k.endswith(("loss", "samples"))] == [
         "val_loss", "val_samples", "val_clean_loss", "val_clean_samples", "val_noisy_loss",
         "val_noisy_samples"]

@@ -26,6 +26,7 @@ from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import EVALUATION_REMEDY, loader_workers
 from trainer.task import Outcome, check_outcome, task_figures
@@ -101,6 +102,7 @@ class Evaluator:
         self._workers = loader_workers(self.config, self.dataset, self.world)
         self._collate = getattr(self.task, "collate", batches.collate)
         self.figures = task_figures(self.task)
+        self.states = MetricStates(self.task, self.world.device)
         self._has_warned = False
 
     def __call__(self) -> Scores | None:
@@ -128,6 +130,10 @@ class Evaluator:
             self.world.all_sum(sums.table)
         means = {n: s / c if c else float("nan")
                  for n, (s, c) in zip(["loss", *names], _pairs(rows), strict=True)}
+        if twice := means.keys() & (found := self.states.compute(self.world)).keys():
+            raise ConfigError(f"--task: {min(twice)!r} is both in metrics() and a metric of the "
+                              "loss; choose another name for one of them.")
+        means |= found
         means |= {n: float(figure(means, sums.table)) for n, figure in self.figures.items()}
         return Scores(loss=means.pop("loss"), metrics=means, table=sums.table,
                       samples=round(float(rows[:, -1].sum())))
@@ -138,6 +144,7 @@ class Evaluator:
         # Each rank computes equally many, for collectives of the task: -1 is a stand-in.
         mine += [-1] * (micro_batches_per_rank(self._count, self.world.size) - len(mine))
         sums = _Sums()
+        self.states.begin()
         buffers, moved = Buffers(self.model), set[str]()
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
@@ -152,6 +159,7 @@ class Evaluator:
             # evaluates in another order.
             with buffers.preserved(moved), torch.no_grad(), self.autocast():
                 outcome = loss(self.model, to_device(micro.batch, self.world.device))
+                self.states.add(number if micro.samples else -1, outcome.predictions)
             sums.add(micro, outcome)
         if moved and not self._has_warned:
             self._has_warned = True

@@ -27,6 +27,7 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.task import check_signatures, load_object, splits_of, task_figures
@@ -100,6 +101,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     task = bind_seed(config.task, config.seed)
     check_signatures(task)
     task_figures(task)  # raises if they can't be used
+    MetricStates(task, world.device)
     data = {split: make_data(task, config, split) for split in splits_of(task)}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "

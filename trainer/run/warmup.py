@@ -47,13 +47,19 @@ def _validation_metrics(built: BuiltRun) -> list[str]:
     names = ["loss", *(built.trainable.compute.objective.accumulator.names or ())]
     sets = [split.partition(":")[2] for split in built.validations]
     prefixes = ["val_", *(f"val_{name}_" for name in sets if name)]
+    objects = [name for evaluator in [*built.validations.values()][:1]
+               for name in evaluator.states.metrics]
     for evaluator in [*built.validations.values()][:1]:
-        names += evaluator.figures
+        names += [*evaluator.figures, *objects]
     found = [prefix + name for prefix in prefixes for name in (*names, "samples")]
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigError(f"--task: two metrics of a validation are named {twice[0]}; rename the "
                           "metric, or the set in validation_sets.")
-    return [name for name in found if not name.endswith("samples")]
+    # A metric may have several values, whose names are known once it is computed.
+    chosen = (built.context.config.eval.best.rpartition(":")[0], built.state.schedule.metric)
+    parts = [name for name in chosen if name and name.startswith(
+        tuple(f"{prefix}{own}_" for prefix in prefixes for own in objects))]
+    return [name for name in found if not name.endswith("samples")] + parts
 
 
 def start(built: BuiltRun) -> Run:
@@ -153,7 +159,11 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
         with buffers.preserved(moved), torch.no_grad():
-            return objective.loss(model, batches.copy_of(batch))
+            outcome = objective.loss(model, batches.copy_of(batch))
+            for evaluator in built.validations.values():
+                for name in evaluator.states.metrics:
+                    evaluator.states.arguments(name, outcome.predictions)
+            return outcome
 
     halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
     if any(world.gather_json(halves is None)) or halves is None:  # the loss may communicate
