@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import run, summary, until_done, validations, weights
+from runs import metrics, run, summary, until_done, validations, weights
 from scored_task import Scored, predictions
 
 from trainer.commands.compare import differences
@@ -63,3 +64,16 @@ def test_the_first_named_validation_set_is_the_main_one_where_there_is_no_other(
 
     [line] = validations(folder)
     assert line["val_loss"] == line["val_clean_loss"] != line["val_noisy_loss"]
+
+
+def test_validation_by_the_clock_is_between_two_steps_of_all_ranks(ranks, undisturbed, tmp_path):
+    short = [*TASK, "--steps=8", "--eval.batches=2"]
+
+    until_done(ranks, 2, tmp_path / "run", *short, "--eval.every=off", "--eval.every-s=1e-9",
+               "--inject=kill:step=6:rank=1")
+
+    each = undisturbed(2, *short, "--eval.every=1")
+    assert metrics(tmp_path / "run") == metrics(each)
+    assert {line["val_samples"] for line in validations(each)} == {16}
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert "--eval.every-s" in environment["determinism"]["why"]

@@ -242,8 +242,13 @@ class Eval(Section, prefix="eval."):
 
     every: Duration = setting(Duration(1, "epochs"), "may_change")
     """Validation interval; the last step is always validated."""
+    every_s: float = setting(0.0, "may_change", ">= 0")
+    """Also validate when this many seconds have passed since the last validation; 0 is off."""
     batch_size: int | Literal["auto"] = setting("auto", "may_change", ">= 1")
     """Samples in one forward; auto: twice the micro-batch. Changes the last bits of metrics."""
+    batches: int = setting(0, "may_change", ">= 0")
+    """Validate this many batches only, evenly spaced in the validation set (of a stream the first);
+    0: all. The test always uses all."""
     best: str = setting("auto", "may_change")
     """The metric that selects the best weights, NAME:max or NAME:min (val_loss:min); auto:
     val_accuracy:max if the task reports accuracy, else val_loss:min."""
@@ -256,6 +261,9 @@ class Eval(Section, prefix="eval."):
         super().__post_init__()
         self.check(self.best == "auto" or self.best.endswith((":max", ":min")), "best",
                    "write NAME:max or NAME:min, such as val_loss:min.")
+        self.check(not self.every_s or not self.patience, "every_s",
+                   "the end of the run would depend on the time with --eval.patience "
+                   f"{self.patience}; use --eval.every.")
         self.check(not self.min_delta or self.patience > 0, "min_delta",
                    "only early stopping uses it; add --eval.patience.")
 

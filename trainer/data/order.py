@@ -87,6 +87,8 @@ class UserOrder:
         self._order = make(dataset, **_accepted(make, given))
         self.repeats = bool(getattr(self._order, "repeats", False))
         """Whether a sample may occur several times in an epoch, with other random draws."""
+        self.facts = str(getattr(self._order, "fingerprint", str)())
+        """What the order depends on besides the data, such as weights; empty: nothing."""
 
     def __len__(self) -> int:
         """Number of places in an epoch."""
@@ -101,10 +103,6 @@ class UserOrder:
                 f"{found.dtype} of shape {found.shape}; return one sample index from 0 to "
                 f"{self._samples - 1} for each place.")
         return found.astype(np.int64)
-
-    def fingerprint(self) -> str:
-        """What the order depends on besides the data, such as weights."""
-        return str(self._order.fingerprint()) if hasattr(self._order, "fingerprint") else ""
 
 
 def _accepted(make: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +132,11 @@ def make_order(
     if config.order == "keyed" or (config.order == "auto" and samples > LONGEST_TABLE):
         return KeyedPermutation(samples, seed)
     return Permutation(samples, seed)
+
+
+def order_facts(order: Order) -> str:
+    """What identifies the values on which an order depends besides the data; empty: none."""
+    return order.facts if isinstance(order, UserOrder) else ""
 
 
 def order_name(order: Order) -> str:

@@ -44,7 +44,7 @@ from trainer.run import circumstances, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
-from trainer.run.guard import Guard
+from trainer.run.guard import Clock, Guard
 from trainer.run.pictures import Pictures
 from trainer.run.prepare import Setup, prepare, validation_splits
 from trainer.run.recorders import open_metrics, open_source, open_timing
@@ -90,7 +90,8 @@ def build(
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
-                  timing=recorders.timing)
+                  timing=recorders.timing,
+                  validation_clock=Clock(config.eval.every_s if validations else 0.0))
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validations=validations, test=test,
                     recorders=recorders, guard=guard)
@@ -116,6 +117,8 @@ def _find_resumption(
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
     doubts = startup_checks.check_stream(setup, context.log, config.seed)
+    if config.eval.every_s:
+        doubts.append("--eval.every-s: when it validates depends on the time")
     if found is None:
         report, more = _initialize(context, setup)
         return setup, Resumption(
@@ -303,7 +306,8 @@ def _make_evaluator(
         weights=state.evaluation_weights,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
-        stopped=lambda: stop.requested, warn_once=context.log.warn_once)
+        stopped=lambda: stop.requested, warn_once=context.log.warn_once,
+        limit=0 if split == "test" else context.config.eval.batches)
 
 
 def _open_recorders(

@@ -93,6 +93,8 @@ class Evaluator:
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank is asked to stop; called before each batch."""
     warn_once: Callable[[str], None] = lambda text: None
+    limit: int = 0
+    """Number of batches to evaluate, evenly spaced, or the first of a stream; 0: all."""
 
     def __post_init__(self) -> None:
         size = self.config.eval.batch_size
@@ -140,15 +142,18 @@ class Evaluator:
 
     def _sums(self) -> _Sums | None:
         """Evaluate this rank's batches; None if it was asked to stop."""
-        mine = list(block(self._count, self.world.rank, self.world.size))
+        count = min(self._count, self.limit or self._count)
+        # Of all data, the number of a batch is its place.
+        mine = [place * self._count // count
+                for place in block(count, self.world.rank, self.world.size)]
         # Each rank computes equally many, for collectives of the task: -1 is a stand-in.
-        mine += [-1] * (micro_batches_per_rank(self._count, self.world.size) - len(mine))
+        mine += [-1] * (micro_batches_per_rank(count, self.world.size) - len(mine))
         sums = _Sums()
         self.states.begin()
         buffers, moved = Buffers(self.model), set[str]()
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
-        for micro in self.batches(mine):
+        for micro in self.batches(mine, self.limit):
             if self.stopped():
                 return None
             number = micro.spec.number
@@ -172,13 +177,14 @@ class Evaluator:
         """Yield all batches of the data set, in order."""
         return self.batches(range(self._count))
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[MicroBatch]:
-        """Yield the batches with these numbers (-1: a stand-in); for a stream, this rank's share.
-        """
+    def batches(self, numbers: Sequence[int], limit: int = 0) -> Iterator[MicroBatch]:
+        """Yield the batches with these numbers (-1: a stand-in); for a stream, this rank's share of
+        the first `limit` ones (0: all)."""
         seed, rank, device = self.config.seed, self.world.rank, self.world.device
         if self._is_stream:
             share = StreamBatches(self.dataset, batch_size=self._batch_size, seed=seed,
-                                  collate=self._collate, rank=rank, num_ranks=self.world.size)
+                                  collate=self._collate, rank=rank, num_ranks=self.world.size,
+                                  limit=limit)
             # At most one worker: each would read the whole stream.
             yield from DataReader(share, workers=min(1, self._workers), prefetch=2, device=device)
             return

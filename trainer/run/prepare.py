@@ -19,7 +19,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
-from trainer.data.order import Order, UserOrder, make_order, order_name
+from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
@@ -122,13 +122,12 @@ def prepare(config: Config[Any], world: World) -> Setup:
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
                               replan=config.schedule.replan == "on")
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
-    if schedule.metric and not validation_splits(data):
-        raise ConfigError("--schedule.name plateau: the task has no validation data.")
+    if schedule.metric:
+        _check_plateau(config, data)
     workers = loader_workers(config, data["train"], world)
     fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
                     for split in data}
-    if isinstance(order, UserOrder) and (more := order.fingerprint()):
-        fingerprints["train"] = f"{fingerprints['train']}, {more}"
+    fingerprints["train"] = ", ".join(filter(None, (fingerprints["train"], order_facts(order))))
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
@@ -149,6 +148,14 @@ def prepare(config: Config[Any], world: World) -> Setup:
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer, schedule=schedule,
                  lengths=lengths, data=data, plan=plan, order=order, intervals=intervals,
                  card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
+
+
+def _check_plateau(config: Config[Any], data: Mapping[str, Any]) -> None:
+    if not validation_splits(data):
+        raise ConfigError("--schedule.name plateau: the task has no validation data.")
+    if config.eval.every_s:
+        raise ConfigError(f"--eval.every-s {config.eval.every_s}: the rates of --schedule.name "
+                          "plateau would depend on the time; use --eval.every.")
 
 
 def _synchronise_batch_norms(

@@ -29,6 +29,7 @@ def validate(run: Run) -> None:
     line = validation_line(step, scores, state.meter.take_mean())
     run.folder.metrics.validation(line)
     state.progress.complete_validation()
+    run.guard.validation_clock.restart()
     state.schedule.validated(line)
     if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
         run.guard.checkpoint.save("best")
