@@ -1,15 +1,13 @@
 """How fast are batches made, and does a step wait for them, with this loader and with others?
 
-    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick]
-    python -m benchmarks.loader --lengths [--rounds N] [--quick]
+    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files] [--lengths]
 
-All make batches of 32 images of the bundled sample, mirrored at random and normalised. An iterator
-lives through all turns; the batches that its workers have made during other turns are read first
-and do not count. Batches are read with one thread, as in a loader's process; the CNN computes with
-all cores.
-
-`--lengths`: the small GPT learns a text in pieces of 5 to 200 bytes, read in a random order and by
-`--data.sampler like-length`: the share of the batches that is padding, and samples/s.
+With --files the data are in files (benchmarks/loader_files.py). With --lengths the small GPT learns
+a text in pieces of 5 to 200 bytes, read in a random order and by `--data.sampler like-length`: the
+share of the batches that is padding, and samples/s. Otherwise all make batches of 32 images of the
+bundled sample, mirrored at random and normalised. An iterator lives through all turns; the batches
+that its workers have made during other turns are read first and do not count. Batches are read with
+one thread, as in a loader's process; the CNN computes with all cores.
 """
 
 from __future__ import annotations
@@ -164,11 +162,11 @@ def reader(contestant: Contestant, workers: int, seconds: float
 
 
 class Trainee:
-    """The small CNN with its optimizer."""
+    """A classifier, by default the small CNN, with its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         torch.manual_seed(0)
-        self._model: Any = Images().model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._model: Any = (model or Images().model()).to(memory_format=torch.channels_last)
         self._optimizer = optimizers.make_optimizer(Optim(), self._model)
 
     def step(self, batches: Iterator[Any]) -> tuple[float, float]:
@@ -285,6 +283,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few and short turns")
     parser.add_argument("--lengths", action="store_true",
                         help="pieces of different lengths, sorted and unsorted")
+    parser.add_argument("--files", action="store_true", help="JPEG files, tars and Parquet")
     options = parser.parse_args()
     machine = reporting.machine()
     if options.lengths:
@@ -294,6 +293,12 @@ def main() -> None:
         reporting.print_json("loader-lengths", machine=machine, contestants=lengths)
         return
     workers = [int(number) for number in options.workers]
+    if options.files:
+        from benchmarks import loader_files
+
+        rounds = 2 if options.quick else options.rounds
+        loader_files.report(machine, workers, rounds, 0.3 if options.quick else 1.0)
+        return
     found = (measure(workers, 3, 0.15, 2, 2) if options.quick else
              measure(workers, options.rounds, 0.25, 3, 3))
     print(f"n = {3 if options.quick else options.rounds} turns")

@@ -20,6 +20,7 @@ def train(run: Run) -> dict[str, object]:
     config, intervals, status = run.context.config, run.setup.intervals, run.context.status
     state, loader, guard, progress = run.state, run.loader, run.guard, run.state.progress
     last, requests = intervals.total, frozenset[str]()
+    guard.checkpoint.allocate()
     handle_bad_streak(run)
     while True:
         step = progress.step
@@ -53,8 +54,7 @@ def train(run: Run) -> dict[str, object]:
         if result.sums.replaced:
             check_replaced_share(progress.replaced, progress.step * config.batch.global_size)
 
-        requests = result.sums.requests
-        if requests:
+        if requests := result.sums.requests:
             guard.acknowledge_save(requests)
         if "stop" in requests:
             save_and_stop(run)

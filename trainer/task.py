@@ -265,7 +265,7 @@ def task_metrics(task: Any) -> dict[str, Any]:
     if not callable(getattr(task, "metrics", None)):
         return {}
     found = task.metrics()
-    metrics = dict(found.items()) if hasattr(found, "items") else {None: found}
+    metrics: dict[Any, Any] = dict(found.items()) if hasattr(found, "items") else {None: found}
     for name, metric in metrics.items():
         if not isinstance(name, str) or not all(hasattr(metric, member) for member in (
                 "update", "compute", "metric_state", "modules")):

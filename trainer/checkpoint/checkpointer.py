@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.manifest import StagedCheckpoint
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, restore_model, restore_state
-from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import schema
@@ -25,7 +25,7 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import files, tensorfile
-from trainer.storage.layout import MODEL, STATE
+from trainer.storage.layout import MODEL, OPTIMIZER, STATE
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
@@ -78,7 +78,8 @@ def reason_not_to_save(
 
 def seconds_needed(events: Path, size: int) -> float | None:
     """Estimated seconds to save `size` bytes at the speed of the last save; None if unknown."""
-    saves = [e for e in read_events(events) if e.get("event") == "save" and e.get("bytes")]
+    saves = [e for e in read_events(events)
+             if e.get("event") == "save" and e.get("bytes") and "seconds" in e]
     return saves[-1]["seconds"] * size / saves[-1]["bytes"] if saves else None
 
 
@@ -98,6 +99,7 @@ class Checkpointer:
     def __init__(
         self, *, store: Store, state: TrainState, world: World, log: Log, record: RunRecord,
         config: schema.Checkpoint, marks: ProgressMarks | None = None,
+        boundary: StepBoundary | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self.generation = 0
@@ -107,7 +109,7 @@ class Checkpointer:
         """Seconds for which `save` has blocked the training so far."""
         self._state, self._world, self._log = state, world, log
         self._record, self._config, self._marks = record, config, marks or ProgressMarks()
-        self._snapshot = Snapshot()
+        self._boundary = boundary or StepBoundary(state.model, log.status)
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._job: SaveJob | None = None  # the last one of this rank's writer
@@ -191,12 +193,18 @@ class Checkpointer:
         if not is_best and (not writes or self._unconfirmed_best is not None):
             return
         has_copy = writes or self._world.rank == 1
-        copy = self._snapshot.take(self._state.tensors()) if has_copy else {}
+        copy = self._boundary.copy(self._state.tensors()) if has_copy else {}
         job = self._make_job(self._started_kind, copy)
         if is_best:
             self._unconfirmed_best = job
         if writes:
             self._submit(job)
+
+    def allocate(self) -> None:
+        """Make the memory for the copies of a GPU's state now: it would hold up the first save."""
+        if self._world.writes_run_dir:
+            self._boundary.snapshot.allocate(self._state.tensors() | {
+                OPTIMIZER: self._state.expected_optimizer_tensors()})
 
     def settle(self) -> None:
         """Collective. Wait until the last save is durable; if it failed, save again, on a full disk
@@ -277,7 +285,8 @@ class Checkpointer:
         if kept:
             tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
                        for file, entries in tensors.items()}
-        copy = self._snapshot.take(tensors, pin=False)  # pinning would wait for a stuck kernel
+        # Pinning would wait for a stuck kernel.
+        copy = self._boundary.snapshot.take(tensors, pin=False)
         self._write_alone(self._make_job("survivor", copy))
         return step
 
@@ -343,6 +352,7 @@ class Checkpointer:
             f"{before} and computes them again")
 
     def _write_files(self, stage: StagedCheckpoint, job: SaveJob) -> None:
+        self._boundary.snapshot.wait()  # `take` may have been called again only after this job
         if names := self._state.nonfinite_parameters(job.tensors[MODEL]):
             raise NonFinite(f"step {job.step} has NaN or infinite weights ({', '.join(names)}); "
                             "such a checkpoint is never kept")

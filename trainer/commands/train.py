@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
 from trainer.config.schema import Config
+from trainer.config.secrets import secret_texts
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
@@ -97,6 +98,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
+        log.hide(secret_texts(config))
         self._training = training = Training(log, stop, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
@@ -186,6 +188,7 @@ class Training:
             limit_s = None if watched else math.inf
         start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
         with Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog:
+            world.connect_gpus()
             built = build(config, world, self._log, stop, watchdog.marks)
             guard = self.guard = built.guard
             watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,

@@ -170,7 +170,7 @@ class Mixture:
                               f"{type(dataset).__name__}; return a torch.utils.data.ConcatDataset "
                               "of the data sets to mix.")
         self._seed, self._permutation = seed, KeyedPermutation(len(dataset), seed)
-        self._sizes = np.array([len(part) for part in dataset.datasets])
+        self._sizes = np.diff([0, *dataset.cumulative_sizes])
         own = getattr(task, "weights", None)
         weights = _numbers(
             own(dataset) if callable(own) else getattr(dataset, "weights", None),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import os
 import platform
 import sys
 import sysconfig
@@ -19,9 +21,12 @@ import xxhash
 
 import trainer
 from trainer.config import command_line
+from trainer.distributed import nccl
+from trainer.distributed.device import describe_gpus, driver_version
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
+from trainer.storage.files import read_file
 
 _OWN = Path(trainer.__file__).parent
 _FOLDERS = tuple(f"{folder}/" for folder in (
@@ -32,7 +37,8 @@ asked for: ranks are forked with the code that the launcher's server has importe
 
 
 def find(context: Context, setup: Setup) -> dict[str, Any]:
-    """The circumstances of this attempt, as JSON values; see `compatibility.compare_settings`."""
+    """Collective. The circumstances of this attempt, as JSON values; see
+    `compatibility.compare_settings`."""
     world = context.world
     objects = (getattr(setup.task, "given", setup.task), setup.optimizer, *setup.model.modules(),
                *setup.data.values())
@@ -46,7 +52,22 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
         **library_versions(),
         "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
         "packages": {name: package_version(name) for name in sorted(_packages(classes))},
-        "code": loaded_code(classes)}
+        "code": loaded_code(classes),
+        **({"gpu": _of_gpus(context)} if world.device.type == "cuda" else {})}
+
+
+def _of_gpus(context: Context) -> dict[str, str | None]:
+    """Collective. Facts on which only sums on GPUs depend. NCCL's order of a sum follows its
+    version, its settings and the topology; the rank-invariant reduction doesn't use it."""
+    world = context.world
+    facts = {"CUDA": torch.version.cuda, "NVIDIA driver": driver_version(),
+             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
+    if world.size > 1 and context.config.parallel.reduction == "ddp":
+        own = describe_gpus(world.device, world.local_size) if world.local_rank == 0 else None
+        facts |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+                  "the variables of NCCL": nccl.chosen_sums(),
+                  "the GPUs of the hosts": "; ".join(filter(None, world.gather_json(own)))}
+    return dict(world.broadcast_json(facts))  # that of rank 0: hosts may differ
 
 
 def library_versions() -> dict[str, str]:
@@ -60,9 +81,20 @@ def package_version(name: str) -> str | None:
     if version is None:
         try:
             version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, ValueError):  # or no name of a package
             return None
     return str(version)
+
+
+def code_on_disk(names: Iterable[str]) -> dict[str, str]:
+    """File → hash, of those files of `loaded_code` that the import path has, without importing."""
+    found = {}
+    for name in names:
+        for folder in sys.path:
+            with contextlib.suppress(OSError, ValueError):  # no such file there
+                found[name] = xxhash.xxh3_64(read_file(Path(folder, name))).hexdigest()
+                break
+    return found
 
 
 def hash_json(value: Any) -> str:

@@ -126,6 +126,8 @@ class Guard:
                 return False
             if not self.boundary.close(world.launch.grace_s):
                 return False  # another thread saves, and ends the process
+            if self.boundary.on_cuda and not self.boundary.buffers.was_reassigned:
+                return self._save_beside(noticed_s)  # a kernel may wait for the lost rank for ever
             try:
                 self.boundary.buffers.put_back()
             except RuntimeError as error:  # no call succeeds after an error of the GPU
@@ -146,6 +148,11 @@ class Guard:
             return None
         if lost and self.context.world.size > 1:
             self.context.log.event("lost-peer", failed_step=self.current_step)
+        return self._save_beside(noticed_s)
+
+    def _save_beside(self, noticed_s: float) -> bool:
+        """Save the boundary with the copies of the buffers, whatever the main stream of a GPU does.
+        """
         with self.boundary.side_stream():
             kept = {live.data_ptr(): copy for live, copy in self.boundary.buffers.pairs()}
             return self._save_alone(noticed_s, kept)
