@@ -159,6 +159,11 @@ def _event(waits: HostWaits) -> Any:
         synchronize=lambda: waits.note("synchronize"), elapsed_time=lambda _: 1.0)
 
 
+def _stream(waits: HostWaits) -> Any:
+    return SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None,
+                           synchronize=lambda: waits.note("synchronize"))
+
+
 @contextlib.contextmanager
 def waits_in(read: Callable[[int], list[float]] = lambda size: [1.0] * size
              ) -> Iterator[HostWaits]:
@@ -171,6 +176,9 @@ def waits_in(read: Callable[[int], list[float]] = lambda size: [1.0] * size
     with (FakeTensorMode(allow_non_fake_inputs=True), waits, _Calls(waits),
           mock.patch.object(FakeTensor, "tolist", lambda tensor: _tolist(waits, read, tensor)),
           mock.patch("torch.cuda.Event", side_effect=lambda **_: _event(waits)),
+          mock.patch("torch.cuda.Stream", side_effect=lambda *_: _stream(waits)),
+          mock.patch("torch.cuda.current_stream", side_effect=lambda *_: _stream(waits)),
+          mock.patch("torch.cuda.stream", side_effect=lambda _: contextlib.nullcontext()),
           mock.patch("torch.cuda.synchronize", side_effect=lambda *_: waits.note("synchronize")),
           mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
           mock.patch("trainer.rng.preserved", contextlib.nullcontext)):

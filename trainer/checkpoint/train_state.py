@@ -156,6 +156,14 @@ class TrainState:
 
         An optimizer of another --optim.name begins without state, and so do parameters that
         another --freeze trains. An option that has changed has its new value."""
+        try:
+            self._load(tensors, saved)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # The parts load what they saved; torch and the task's optimizer have their own.
+            raise CheckpointDamaged(
+                f"{STATE}: a part can't load it: {type(error).__name__}: {error}") from error
+
+    def _load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         self.load_weights(tensors, saved)
         groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer, saved.settings)
         self.progress.restore(saved.progress)

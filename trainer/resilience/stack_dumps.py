@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 from trainer.resilience import processes
+from trainer.storage.files import make_subfolder, open_regular
+from trainer.storage.layout import STACKS
 
-FOLDER = "stacks"
 WORKER = "loader "  # prefix of a loader worker's process name
 DUMPS = "trainer-stacks"  # memory file to which a worker writes its stacks on SIGUSR2
 MAX_FILES, MAX_BYTES = 256, 1 << 20
@@ -62,11 +63,11 @@ def worker_stacks() -> tuple[str, list[str]]:
 
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
     """Append to the file of the rank, up to `MAX_BYTES`; remove the oldest of earlier attempts."""
-    path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
-    path.parent.mkdir(exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(fd, "ab") as file:
-        room = max(0, MAX_BYTES - os.fstat(fd).st_size)
+    path = folder / STACKS / f"attempt-{attempt}-rank-{rank}.txt"
+    make_subfolder(path.parent)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(descriptor, "ab") as file:
+        room = max(0, MAX_BYTES - os.fstat(descriptor).st_size)
         file.write(text.encode(errors="backslashreplace")[:room])
     with contextlib.suppress(FileNotFoundError):  # other ranks remove them, too
         earlier = [other for other in path.parent.glob("attempt-*.txt")

@@ -40,6 +40,7 @@ CHANGES = {
     "freeze": "body.*", "optim.rates": "body.*=0.1", "optim.ema": "0.9",
     "schedule.options": "eta_min=0.2", "optim.options": "amsgrad=true", "task.seed": "3",
     "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",
+    "data.stream_resume": "state",
     "batch.global_size": "64", "batch.micro_size": "16", "optim.name": "sgd",
     "schedule.name": "constant", "precision.dtype": "bf16", "precision.compile": "off",
     "precision.channels_last": "off", "parallel.sync_bn": "off", "optim.betas": "0.5 0.6",
