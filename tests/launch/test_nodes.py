@@ -39,11 +39,11 @@ class Payload:
 
 store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, wait_for_workers=False)
 attack = base64.b64encode(pickle.dumps(Payload())).decode()
-for _ in range(20):
+for _ in range(5):
     store.set("torch.rendezvous.trainer", attack)
     for name in ("launch", "newest", "stop", "end"):
         store.set(f"trainer/{name}", "0")
-    time.sleep(0.2)
+    time.sleep(1)
 """
 
 
@@ -54,13 +54,14 @@ def training(folder: Path, *more: str) -> list[str]:
             "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]
 
 
-def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str, **env: str) -> list[Launch]:
-    """A node with one rank, which hosts the store, and one with two, with a folder each."""
+def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str, count: int = 2) -> list[Launch]:
+    """A node with one rank, which hosts the store, and others with two on the second host, with a
+    folder each."""
     options = [f"--nnodes={nnodes}", "--max-restarts=0",
                f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]
-    return [Launch(folder / f"node{number}", *training(folder, *more), size=number + 1,
-                   options=options, enter=hosts.enter(number), **(env or SECRET))
-            for number in range(2)]
+    return [Launch(folder / f"node{number}", *training(folder, *more), size=min(number, 1) + 1,
+                   options=options, enter=hosts.enter(min(number, 1)), **SECRET)
+            for number in range(count)]
 
 
 def undisturbed(folder: Path, *more: str) -> Path:
@@ -191,11 +192,8 @@ def test_a_stranger_at_the_endpoint_runs_no_code_and_a_node_joins_after_that(
     tmp_path: Path,
 ) -> None:
     with two_hosts() as hosts:
-        a, b = nodes(hosts, tmp_path, "1:3")
-        _, c = nodes(hosts, tmp_path / "third", "1:3")
-        _, wrong = nodes(hosts, tmp_path / "wrong", "1:3", TRAINER_SECRET="the wrong one, by far")
-        for folder in ("third", "wrong"):
-            (tmp_path / folder).mkdir()
+        a, b, c, wrong = nodes(hosts, tmp_path, "1:3", "--batch.micro-size=1", count=4)
+        wrong.env["TRAINER_SECRET"] = "not the one of this job"
         with a, b, c, wrong:
             a.start(), b.start()
             reach(8, a, b)
@@ -209,9 +207,7 @@ def test_a_stranger_at_the_endpoint_runs_no_code_and_a_node_joins_after_that(
             time_to_first_step(a, b, c, since=time.time())
             wait_until(lambda: "is not signed with this node's TRAINER_SECRET" in wrong.output(),
                        "the wrong secret is noticed", wrong)
-            assert len({event["attempt"] for event in a.events("first-step")}) < 4
-            for file in (tmp_path, tmp_path / "third"):
-                (file / "hurry").touch()
+            (tmp_path / "hurry").touch()
             end(0, a, b, c)
 
     assert "contains a value that is not signed" in a.output()
