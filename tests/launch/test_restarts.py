@@ -162,5 +162,6 @@ def test_a_thousand_attempts_leave_nothing_in_launcher_fork_server_and_on_disk(
             assert max(values[1]) <= max(values[0]), (process, what)
         assert late[0][process]["kib"] < early[20][process]["kib"] + (16 << 10), process
     assert {line["server"]["children"] for line in late} == {1}  # the rank itself: no zombies
-    assert list(temporary.iterdir()) == []
+    assert [path.name for path in temporary.iterdir()  # torch's cache
+            if not path.name.startswith("torchinductor_")] == []
     assert machine.left_in_shared_memory(before, [launcher.pid]) == set()
