@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
+from trainer.optim.named_optimizers import NamedOptimizers, members_of
 from trainer.optim.optimizers import clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
@@ -51,6 +52,10 @@ class StepResult(NamedTuple):
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
     """Estimated seconds that this rank waited for other ranks."""
+    turn: str = ""
+    """The one of several optimizers that this step updates; "" if it updates everything."""
+    optimizers: tuple[str, ...] = ()
+    """Name of the optimizer of each parameter group, if there are several."""
 
     @property
     def skipped(self) -> bool:
@@ -92,24 +97,63 @@ class ModelFacts:
     """MiB saved for the backward of one micro-batch; None if unknown."""
 
 
+class TurnParameters:
+    """The parameters that the steps of a turn train ("": all). Inside `alone` the others need no
+    gradient, so that its backward, and the reduction that is built there, leave them out."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, turn: str = "") -> None:
+        members = members_of(optimizer)
+        self.turn = turn
+        self.members = [members[turn]] if turn else list(members.values())
+        self.trained = [p for member in self.members for p in member.parameters]
+        self.others = [p for member in members.values() if member not in self.members
+                       for p in member.parameters]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        for parameter in self.others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self.others:
+                parameter.requires_grad_(True)
+
+    def clip(self, config: Clip) -> Tensor:
+        """Clip the gradients: those of an optimizer with limits of its own by themselves, all
+        others together. Returns the global norm before, as `optimizers.clip`."""
+        own = [member for member in self.members if member.clip is not None]
+        if not own:
+            return clip(self.trained, config)
+        shared = [p for member in self.members if member.clip is None for p in member.parameters]
+        norms = [clip(member.parameters, member.clip or config) for member in own]
+        norms += [clip(shared, config)] if shared else []
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
 class ForwardBackward:
     """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
-    `wrapped` is the objective, under DDP if there are several ranks."""
+    `wrapped` is the objective, under DDP if there are several ranks; `reduction` leaves the
+    reduction to DDP by default. With turns, there is one for each."""
 
     def __init__(
         self, objective: Objective, wrapped: nn.Module, state: TrainState, marks: ProgressMarks,
-        autocast: Callable[[], contextlib.AbstractContextManager[None]],
+        autocast: Callable[[], contextlib.AbstractContextManager[None]], *,
+        reduction: Reduction = iter, of: TurnParameters | None = None,
     ) -> None:
         self.objective, self.wrapped, self.model = objective, wrapped, objective.model
         self.autocast, self.marks, self.num_ranks = autocast, marks, state.num_ranks
-        self.parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
+        self.reduction, self.of = reduction, of or TurnParameters(state.optimizer)
+        self.parameters, self.turn = self.of.trained, self.of.turn
         self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
         self._seed, self._key = state.seed, rng.mix(state.seed, rng.MICRO)
         self._scaler = state.scaler
         self._generators = rng.find_generators(*self.model.modules(), objective.loss)
         self._on_device = self.parameters[0].device.type != "cpu"
         self._leaves = [p for p in objective.parameters() if p is not objective.stats_carrier]
-        self._trained = [n for n, p in wrapped.named_parameters() if p.requires_grad]
+        others = set(self.of.others)
+        self._trained = [n for n, p in wrapped.named_parameters()
+                         if p.requires_grad and p not in others]
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         self._waiting = waiting_for(WaitsFor.PEERS)
         for module in self.model.modules():
@@ -129,7 +173,8 @@ class ForwardBackward:
             rng.key(self._generators, self._seed, rng.MICRO, spec.step, spec.number)
         counts = micro.samples > 0
         # DDP's no_sync must enclose forward *and* backward of all micro-batches but the last.
-        with (NOTHING if spec.last or self._no_sync is None else self._no_sync(),
+        with (self.of.alone() if self.of.others else NOTHING,
+              NOTHING if spec.last or self._no_sync is None else self._no_sync(),
               NOTHING if counts else stand_in.forward_and_backward(self.model)):
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
@@ -150,7 +195,8 @@ class ForwardBackward:
 class Step:
     """Computes one optimizer step per call."""
 
-    compute: ForwardBackward
+    computes: tuple[ForwardBackward, ...]
+    """That of each turn; the steps take turns by their numbers, from step 1 on."""
     state: TrainState
     boundary: StepBoundary
     facts: ModelFacts
@@ -159,18 +205,16 @@ class Step:
     clip: Clip
     status: Status
     """Notified when a step and its update begin and end."""
-    reduction: Reduction = iter
-    """The default leaves the reduction to DDP."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
 
     def __post_init__(self) -> None:
-        state, compute = self.state, self.compute
+        state = self.state
         self.optimizer, self.schedule, self.scaler = state.optimizer, state.schedule, state.scaler
         self.progress, self.ema = state.progress, state.ema
-        self.objective, self.parameters = compute.objective, compute.parameters
-        self.num_ranks = compute.num_ranks
+        self._take_turn(1)
+        self.num_ranks = self.compute.num_ranks
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
         self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
@@ -178,14 +222,15 @@ class Step:
 
     @classmethod
     def plain(
-        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None
+        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None,
+        turn: str = "",
     ) -> Step:
-        """A step outside of a run: without warm-up, mixed precision and saves."""
+        """A step outside of a run: without warm-up, mixed precision and saves, always of a turn."""
         compute = ForwardBackward(objective, wrapped, state, ProgressMarks(),
-                                  contextlib.nullcontext)
+                                  contextlib.nullcontext, of=TurnParameters(state.optimizer, turn))
         status = Status()
         return cls(
-            compute=compute, state=state, boundary=StepBoundary(objective.model, status),
+            computes=(compute,), state=state, boundary=StepBoundary(objective.model, status),
             facts=ModelFacts(), world=World(LaunchInfo(), torch.device("cpu"), 1),
             health=Health(BadStepConfig()), clip=clip or Clip(), status=status)
 
@@ -198,10 +243,11 @@ class Step:
         start, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.excluded_steps:
             return self._skip_batch(micro_batches, step)
+        self._take_turn(step)
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self.reduction(micro_batches):
+        for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
             detector = self.nan_detector if micro.samples else None
             with NOTHING if detector is None else detector(micro.spec):
@@ -210,7 +256,7 @@ class Step:
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
         self.scaler.unscale_(self.optimizer)
         self._to_mean(vector[COUNT])
-        grad_norm = clip(self.parameters, self.clip)
+        grad_norm = self.compute.of.clip(self.clip)
         self._device_span.second()
         with self._waiting_for_device:
             sums, norm = self.objective.read_sums(vector, grad_norm)
@@ -221,7 +267,7 @@ class Step:
         sums = self._synchronize_buffers(sums)  # the last collective of the step
         # All values are reduced, so all ranks reach the same decision.
         skip_reason = self.health.reason_to_skip(
-            loss=sums.loss, count=sums.count, norm=norm, scale=scale)
+            loss=sums.loss, count=sums.count, norm=norm, scale=scale, turn=self.compute.turn)
         self.boundary.close()
         self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
         self.status.begin_update()
@@ -231,7 +277,7 @@ class Step:
             self.schedule.step()
             if self.ema is not None:
                 self.ema.update()
-            self.health.remember(loss=sums.loss, count=sums.count)
+            self.health.remember(loss=sums.loss, count=sums.count, turn=self.compute.turn)
         else:
             self.boundary.buffers.put_back()
             self.progress.note_skipped(step, bad=skip_reason in BAD_REASONS)
@@ -243,7 +289,15 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
-            communication_s=self.compute.communication.take_wait_s())
+            communication_s=self.compute.communication.take_wait_s(),
+            turn=self.compute.turn, optimizers=self._group_names())
+
+    def _take_turn(self, step: int) -> None:
+        """Compute a step by what its turn needs."""
+        self.compute = self.computes[(step - 1) % len(self.computes)]
+        self.objective, self.parameters = self.compute.objective, self.compute.parameters
+        if isinstance(self.optimizer, NamedOptimizers):
+            self.optimizer.select(self.compute.turn)
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
@@ -282,10 +336,15 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
             lrs=self._lrs(), scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-            seconds=time.perf_counter() - start, device_s=None)
+            seconds=time.perf_counter() - start, device_s=None, optimizers=self._group_names())
 
     def _lrs(self) -> tuple[float, ...]:
         return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
+
+    def _group_names(self) -> tuple[str, ...]:
+        if not isinstance(self.optimizer, NamedOptimizers):
+            return ()
+        return tuple(group["optimizer"] for group in self.optimizer.param_groups)
 
     def _discard_window(self) -> None:
         """Undo a window that gives no step: buffers, and the scaler's record of its gradients."""

@@ -28,6 +28,7 @@ SPLITS = ("train", "validation", "test")
 
 BUILT_IN = {
     "images": "trainer.tasks.images:Images", "photos": "trainer.tasks.photos:Photos",
+    "ring": "trainer.tasks.ring:Ring",
     "shapes": "trainer.tasks.shapes:Shapes", "spiral": "trainer.tasks.spiral:Spiral",
     "text": "trainer.tasks.text:Text",
 }
@@ -36,13 +37,14 @@ BUILT_IN = {
 RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
 """Class → its name in run folders, which stays when the class moves."""
 
-RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
+RESERVED_METRICS = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
                     "skipped", "replaced", "train_loss", "table")
 """Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
 
 METHOD_ARGUMENTS = {
     "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
     "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
+    "optimizers": ("model",),
     "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
@@ -52,10 +54,8 @@ FOREIGN_METHODS = {
     **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
                     "loss(model, batch), where model.training is False in evaluation"),
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
-    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
-                    "the class of --optim.name, with parameter_groups(model): one optimizer for "
-                    "the gradient of one loss (alternating optimizers, as in a GAN, aren't "
-                    "supported)"),
+    **dict.fromkeys(("configure_optimizers", "optimizer"),
+                    "optimizers(model), or parameter_groups(model) for the one of --optim.name"),
 }
 """Method names of other trainers → the equivalent here."""
 
@@ -171,6 +171,13 @@ class Task(Protocol):
       and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
+    - `optimizers(model) -> dict` makes several optimizers, in place of the one of `--optim`: name →
+      a `torch.optim.Optimizer`, or a tuple of it with a `Schedule` and/or a `Clip` of its own
+      (`trainer.config.schema`). Each trainable parameter belongs to one of them.
+    - `turns`, a tuple of these names, lets each step update one of them: step n that of the turn
+      (n - 1) mod len(turns). In training the loss is then called as `loss(model, batch, turn=NAME)`
+      and only the parameters of that optimizer get gradients; an evaluation gives no turn, so
+      define `loss(self, model, batch, turn=None)`.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
       forks them. It must not start threads, use a device or create tensors.
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes
@@ -215,12 +222,17 @@ def check_signatures(task: Any) -> None:
             signature = inspect.signature(getattr(task, name, None))  # type: ignore[arg-type]
         except (TypeError, ValueError):  # no such method, or one implemented in C
             continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
-                              f"{name}({', '.join(given)}), which fails: {error}; correct its "
-                              "parameters (self is the first one).") from error
+        ways: list[dict[str, str]] = [{}]
+        if name == "loss" and getattr(task, "turns", ()):
+            ways.append({"turn": "NAME"})
+        for keywords in ways:
+            try:
+                signature.bind(*given, **keywords)
+            except TypeError as error:
+                call = ", ".join([*given, *(f"{key}={text}" for key, text in keywords.items())])
+                raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called "
+                                  f"as {name}({call}), which fails: {error}; correct its "
+                                  "parameters (self is the first one).") from error
 
 
 def task_figures(task: Any) -> dict[str, Any]:

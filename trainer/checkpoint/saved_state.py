@@ -61,12 +61,18 @@ class SavedState:
         value, the patience and those of the schedule `plateau` begin anew."""
         if self.circumstances.get("splits", {}).get("validation", fingerprint) == fingerprint:
             return self
-        counters = {name: value for name, value in self.schedule["counters"].items()
-                    if name not in ("best", "num_bad_epochs", "cooldown_counter")}
-        return dataclasses.replace(self, best=BestTracker(),
-                                   schedule={**self.schedule, "counters": counters})
+        return dataclasses.replace(self, best=BestTracker(), schedule=_unjudged(self.schedule))
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:
         """As `from_json`. Raises OSError or ValueError too if the file can't be read or parsed."""
         return cls.from_json(json.loads((folder / STATE).read_bytes()))
+
+
+def _unjudged(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a schedule, or of several by name, without what `plateau` has seen."""
+    if "named" in schedule:
+        return {"named": {name: _unjudged(one) for name, one in schedule["named"].items()}}
+    counters = {name: value for name, value in schedule["counters"].items()
+                if name not in ("best", "num_bad_epochs", "cooldown_counter")}
+    return {**schedule, "counters": counters}

@@ -157,12 +157,7 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
     """The arguments for an optimizer's class, besides the groups: those set that it takes."""
-    step = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
-    if needed := [p.name for p in list(step.values())[1:]
-                  if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
-        raise ConfigError(f"--optim.name {config.name}: its step() requires {needed[0]}, to "
-                          "compute the loss several times per update; the trainer computes it "
-                          "once. Use an optimizer that needs no such argument, such as adamw.")
+    refuse_closure(cls, f"--optim.name {config.name}")
     takes = dict(_parameters(cls)[1:])  # the first one receives the groups
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given, flags = _given(config), _flags(config)
@@ -183,6 +178,16 @@ def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
         trained = [p for p in model.parameters() if p.requires_grad]
         arguments["fused"] = all(map(_is_whole, trained)) or None
     return arguments | given
+
+
+def refuse_closure(cls: Any, what: str) -> None:
+    """Refuse an optimizer whose `step` needs an argument."""
+    step = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
+    if needed := [p.name for p in list(step.values())[1:]
+                  if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
+        raise ConfigError(f"{what}: its step() requires {needed[0]}, to compute the loss several "
+                          "times per update; the trainer computes it once. Use an optimizer that "
+                          "needs no such argument, such as adamw.")
 
 
 def _settings(config: Optim) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from trainer.distributed.world import World
 from trainer.optim import compile_cache, precision, schedules
 from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
+from trainer.optim.named_optimizers import turns_of
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
@@ -50,7 +51,7 @@ from trainer.run.prepare import Setup, prepare
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
-from trainer.step import ForwardBackward, Reduction
+from trainer.step import ForwardBackward, Reduction, TurnParameters
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
@@ -204,12 +205,6 @@ def _make_trainable(
     """Collective. Wrap the model, and make its state, which is not restored yet."""
     config, world, marks = context.config, context.world, context.marks
     boundary = StepBoundary(setup.model, context.status, context.log.warn_once)
-    wrapped, objective = _wrap(config, setup, world, boundary)
-    reduction: Reduction = iter
-    if config.parallel.reduction == "canonical":
-        parameters = [p for g in setup.optimizer.param_groups for p in g["params"]]
-        reduction = RankInvariantReduction(objective, parameters, boundary.buffers, world,
-                                           setup.plan, optional=config.parallel.find_unused == "on")
     progress, health = TrainProgress(), Health(config.nonfinite)
     if resumption.found is not None:
         progress.restore(resumption.found.state.progress)
@@ -228,27 +223,47 @@ def _make_trainable(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
         record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
         config=config.checkpoint)
-    compute = ForwardBackward(objective, wrapped, state, marks,
-                              precision.autocast(setup.choice, world.device))
-    faults = _arm(context, folder, objective, state, checkpoint)
-    return Trainable(state=state, health=health, compute=compute, reduction=reduction,
-                     boundary=boundary, checkpoint=checkpoint, faults=faults)
-
-
-def _wrap(
-    config: Config[Any], setup: Setup, world: World, boundary: StepBoundary
-) -> tuple[nn.Module, ddp.Objective]:
-    """Collective. Join model and loss, under DDP if it reduces the gradients."""
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
         setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
+    turns = turns_of(setup.optimizer)
+    of_turn = {turn: _make_compute(context, setup, boundary, state, turn)
+               for turn in dict.fromkeys(turns)}
+    computes = tuple(of_turn[turn] for turn in turns)
+    faults = _arm(context, folder, [compute.objective for compute in computes], state, checkpoint)
+    return Trainable(state=state, health=health, computes=computes, boundary=boundary,
+                     checkpoint=checkpoint, faults=faults)
+
+
+def _make_compute(
+    context: Context, setup: Setup, boundary: StepBoundary, state: TrainState, turn: str
+) -> ForwardBackward:
+    """Collective. Wrap the model and the loss of a turn, whose gradients alone are reduced."""
+    config, world, of = context.config, context.world, TurnParameters(setup.optimizer, turn)
+    with of.alone():
+        wrapped, objective = _wrap(config, setup, world, boundary, turn)
+        reduction: Reduction = iter
+        if config.parallel.reduction == "canonical":
+            reduction = RankInvariantReduction(
+                objective, of.trained, boundary.buffers, world, setup.plan,
+                optional=config.parallel.find_unused == "on")
+        return ForwardBackward(objective, wrapped, state, context.marks,
+                               precision.autocast(setup.choice, world.device),
+                               reduction=reduction, of=of)
+
+
+def _wrap(
+    config: Config[Any], setup: Setup, world: World, boundary: StepBoundary, turn: str
+) -> tuple[nn.Module, ddp.Objective]:
+    """Collective. Join model and loss, under DDP if it reduces the gradients."""
     group = world.group if config.parallel.reduction == "ddp" else None
     options = {}
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
         options["nonfinite"] = boundary.buffers.nonfinite
     objective = ddp.Objective(
-        setup.model, setup.task.loss, num_ranks=world.size if group else 1,
+        setup.model, partial(setup.task.loss, turn=turn) if turn else setup.task.loss,
+        num_ranks=world.size if group else 1,
         nominal_count=config.batch.global_size, device=world.device,
         changed=boundary.buffers.changed, **options)
     wrapped = ddp.wrap(objective, group=group, device=world.device,
@@ -258,10 +273,13 @@ def _wrap(
 
 
 def _arm(
-    context: Context, folder: RunFolder, objective: ddp.Objective, state: TrainState,
+    context: Context, folder: RunFolder, objectives: Sequence[ddp.Objective], state: TrainState,
     checkpoint: Checkpointer,
 ) -> fault_injection.FaultInjector:
-    """Arm the faults to be injected, from the next progress mark on."""
+    """Arm the faults to be injected, from the next progress mark on; `objectives`: of each turn."""
+
+    def nan() -> None:
+        objectives[state.progress.step % len(objectives)].inject_nan()
 
     def flip() -> None:
         parameter = next(p for p in state.model.parameters() if p.numel())
@@ -283,7 +301,7 @@ def _arm(
     injector = fault_injection.FaultInjector(
         folder.faults, rank=context.world.rank, attempt=folder.identity.attempt,
         fired=context.path / layout.FAULTS, log=context.log,
-        actions={"nan": objective.inject_nan, "flip": flip, "corrupt": corrupt,
+        actions={"nan": nan, "flip": flip, "corrupt": corrupt,
                  "enospc": no_space})
     if injector:
         context.marks.subscribe(injector)

@@ -20,6 +20,7 @@ import xxhash
 
 import trainer
 from trainer.config import command_line
+from trainer.optim.named_optimizers import members_of
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
@@ -33,8 +34,9 @@ asked for: ranks are forked with the code that the launcher's server has importe
 def find(context: Context, setup: Setup) -> dict[str, Any]:
     """The circumstances of this attempt, as JSON values; see `compatibility.compare_settings`."""
     world = context.world
-    objects = (getattr(setup.task, "given", setup.task), setup.optimizer, *setup.model.modules(),
-               *setup.data.values())
+    objects = (getattr(setup.task, "given", setup.task), setup.optimizer,
+               *[member.optimizer for member in members_of(setup.optimizer).values()],
+               *setup.model.modules(), *setup.data.values())
     classes = {kind for one in objects for kind in type(one).__mro__}
     return {
         "task": command_line.task_path(context.config.task),

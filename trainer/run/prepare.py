@@ -27,6 +27,7 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.optim.named_optimizers import optimizer_of
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
@@ -114,11 +115,10 @@ def prepare(config: Config[Any], world: World) -> Setup:
     model, synced = _synchronise_batch_norms(model, config, world)
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
-    optimizer = optimizers.make_optimizer(config.optim, model,
-                                          getattr(task, "parameter_groups", None))
+    optimizer = optimizer_of(config.optim, model, task)
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
                               replan=config.schedule.replan == "on")
-    schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
+    schedule = schedules.make_schedule(config.schedule, optimizer, lengths)
     if schedule.metric and data["validation"] is None:
         raise ConfigError("--schedule.name plateau: the task has no validation data.")
     workers = loader_workers(config, data["train"], world)

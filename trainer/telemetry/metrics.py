@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from trainer.run.evaluate import Scores
     from trainer.step import StepResult
 
-RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
-            "replaced")
+RESERVED = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
+            "skipped", "replaced")
 """Keys of a training line that are not metrics of the task."""
 
 LARGEST_TABLE = 10_000
@@ -63,11 +63,16 @@ class Sink:
 
 def step_line(result: StepResult) -> dict[str, Any]:
     """The line of a step. It depends on the run only: it contains no times."""
+    first = result.optimizers.index(result.turn) if result.turn else 0
     line: dict[str, Any] = {
-        "step": result.step, "epoch": result.epoch, "loss": _number(result.loss),
-        "lr": result.lrs[0], "grad_norm": _number(result.grad_norm), "samples": result.sums.samples,
+        "step": result.step, "epoch": result.epoch,
+        **({"turn": result.turn} if result.turn else {}),
+        "loss": _number(result.loss), "lr": result.lrs[first],
+        "grad_norm": _number(result.grad_norm), "samples": result.sums.samples,
     }  # fmt: skip
-    if len(set(result.lrs)) > 1:
+    if result.optimizers:
+        line["lrs"] = _named_rates(result)
+    elif len(set(result.lrs)) > 1:
         line["lrs"] = list(result.lrs)
     if result.scale is not None:
         line["scale"] = result.scale
@@ -79,6 +84,13 @@ def step_line(result: StepResult) -> dict[str, Any]:
     for name, (total, count) in result.sums.metrics.items():
         line[name] = _number(total / count) if count else None
     return line
+
+
+def _named_rates(result: StepResult) -> dict[str, float | list[float]]:
+    """Rate of each of several optimizers; a list if its parameter groups have several rates."""
+    rates = {name: [rate for owner, rate in zip(result.optimizers, result.lrs, strict=True)
+                    if owner == name] for name in result.optimizers}
+    return {name: found[0] if len(set(found)) == 1 else found for name, found in rates.items()}
 
 
 def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class TensorBoard(Sink):
                  history: Iterable[dict[str, Any]] = (), class_names: Sequence[str] = (),
                  histograms_every: int = 0,
                  tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
-        self._folder, self._every, self._first = folder, every, first
+        self._folder, self._pace, self._first = folder, Pace(every), first
         self._is_validated, self._names = is_validated, class_names
         self._histograms_every, self._tensors = histograms_every, tensors
         self._norms = deque[float](maxlen=NORMS)  # since the last validation
@@ -130,8 +130,9 @@ class TensorBoard(Sink):
         if self._histograms_every and timing and step % self._histograms_every == 0:
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
-        if step == 1 or not step % self._every:
-            self._training.scalars(_curves(train_scalars(line, timing)), step)
+        if self._pace.shows(line):
+            tags = train_scalars(line, timing)
+            self._training.scalars(_curves(tags, line.get("turn", "")), step)
             if not self._is_validated(step):
                 self._show_validation(step)
 
@@ -178,11 +179,11 @@ class TensorBoard(Sink):
             self._validation.close()
 
 
-def _curves(tags: Mapping[str, float]) -> dict[str, float]:
+def _curves(tags: Mapping[str, float], turn: str = "") -> dict[str, float]:
     """The tags of training or validation, as they are called in both."""
     names = {tag: tag.partition("/")[2] for tag in tags
              if tag.startswith(("train/", "validation/"))}
-    shown = ("loss", primary_metric(names.values()))
+    shown = (f"loss_{turn}" if turn else "loss", primary_metric(names.values()))
     new = {tag: f"{'curves' if name in shown else 'metrics'}/{name}" for tag, name in names.items()}
     return {new.get(tag) or CURVES.get(tag, tag): value for tag, value in tags.items()}
 
@@ -193,11 +194,39 @@ def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, f
             if k in ("loss", "replaced") or k not in RESERVED}
     tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"],
              "optimizer/loss_scale": line.get("scale")}
-    tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
+    if "turn" in line:  # what the turns mean differs: a curve for each
+        tags = {f"{tag}_{line['turn']}": value for tag, value in tags.items()}
+    tags |= {f"optimizer/lr_{name}": rate for name, rate in _rates(line.get("lrs", ()))}
     if timing:
         tags["speed/samples_per_s"] = line["samples"] / timing["step"]
         tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
     return {k: v for k, v in tags.items() if v is not None}
+
+
+def _rates(lrs: Sequence[float] | Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Name and rate of each parameter group; of several optimizers, the optimizer's name."""
+    for name, rate in lrs.items() if isinstance(lrs, Mapping) else enumerate(lrs):
+        if isinstance(rate, list):
+            yield from ((f"{name}_{number}", value) for number, value in enumerate(rate))
+        else:
+            yield str(name), rate
+
+
+class Pace:
+    """Which training steps a sink shows: the first one, and each `every` steps. With turns, of each
+    turn the first step that is due."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._shown = every, dict[str, int]()
+
+    def shows(self, line: Mapping[str, Any]) -> bool:
+        step, turn = line["step"], line.get("turn")
+        if turn is None:
+            return step == 1 or not step % self._every
+        due = turn not in self._shown or step // self._every > self._shown[turn]
+        if due:
+            self._shown[turn] = step // self._every
+        return due
 
 
 def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
