@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.checkpoint.boundary import StepBoundary
+from trainer.checkpoint.progress import EpochCalls
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import BadStepConfig, Clip
 from trainer.data import batch as batches
@@ -68,8 +69,9 @@ class StepResult(NamedTuple):
 
 
 NOTHING = contextlib.nullcontext()
-UPDATE = -2
-"""Number that keys the randomness of the update, in place of a micro-batch's number."""
+UPDATE, AFTER_STEP = -2, -3
+"""Numbers that key the randomness of the update and of `Task.after_step`, in place of a
+micro-batch's number."""
 
 Requests = Callable[[], tuple[bool, ...]]
 """Returns what this rank asks all ranks to do, for each of `ddp.REQUESTS`; called as late as
@@ -206,6 +208,8 @@ class Step:
     status: Status
     """Notified when a step and its update begin and end."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
+    after_step: Callable[[nn.Module, int], None] | None = None
+    """That of the task."""
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
 
@@ -217,6 +221,7 @@ class Step:
         self.num_ranks = self.compute.num_ranks
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
+        self._epochs: EpochCalls | None = state.parts.get("epoch")
         self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
@@ -249,6 +254,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
+            if self._epochs is not None:
+                self._epochs.enter(epoch)
             detector = self.nan_detector if micro.samples else None
             with NOTHING if detector is None else detector(micro.spec):
                 self.forward_backward(micro, requests=requests)
@@ -272,11 +279,7 @@ class Step:
         self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
         self.status.begin_update()
         if not skip_reason:
-            self._key_update(step)
-            self.scaler.step(self.optimizer)
-            self.schedule.step()
-            if self.ema is not None:
-                self.ema.update()
+            self._update(step)
             self.health.remember(loss=sums.loss, count=sums.count, turn=self.compute.turn)
         else:
             self.boundary.buffers.put_back()
@@ -318,11 +321,23 @@ class Step:
         buffers.broadcast(self.world)
         return sums
 
-    def _key_update(self, step: int) -> None:
-        """Key the randomness of the update of a user's optimizer, equally on all ranks."""
+    def _update(self, step: int) -> None:
+        """Apply the update. What the user's code draws in it is keyed, equally on all ranks."""
+        on_device = self.parameters[0].device.type != "cpu"
+        key = rng.mix(self.state.seed, rng.MICRO)
         if self.own_update:
-            rng.seed_all(step, UPDATE, state=rng.mix(self.state.seed, rng.MICRO),
-                         devices=self.parameters[0].device.type != "cpu")
+            rng.seed_all(step, UPDATE, state=key, devices=on_device)
+        self.scaler.step(self.optimizer)
+        self.schedule.step()
+        if self.after_step is not None:
+            rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
+            rng.key(rng.find_generators(self.after_step), self.state.seed, rng.MICRO, step,
+                    AFTER_STEP)
+            with torch.no_grad():
+                self.after_step(self.compute.model, step)
+            self.boundary.buffers.restore_storage()
+        if self.ema is not None:
+            self.ema.update()
 
     def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream."""

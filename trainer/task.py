@@ -30,7 +30,7 @@ BUILT_IN = {
     "images": "trainer.tasks.images:Images", "photos": "trainer.tasks.photos:Photos",
     "ring": "trainer.tasks.ring:Ring",
     "shapes": "trainer.tasks.shapes:Shapes", "spiral": "trainer.tasks.spiral:Spiral",
-    "text": "trainer.tasks.text:Text",
+    "text": "trainer.tasks.text:Text", "text-muon": "trainer.tasks.text:MuonText",
 }
 """Name of a built-in task → its import path."""
 
@@ -44,7 +44,7 @@ RESERVED_METRICS = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "
 METHOD_ARGUMENTS = {
     "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
     "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
-    "optimizers": ("model",),
+    "optimizers": ("model",), "after_step": ("model", "step"), "epoch": ("number",),
     "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
@@ -178,6 +178,11 @@ class Task(Protocol):
       (n - 1) mod len(turns). In training the loss is then called as `loss(model, batch, turn=NAME)`
       and only the parameters of that optimizer get gradients; an evaluation gives no turn, so
       define `loss(self, model, batch, turn=None)`.
+    - `after_step(model, step)` is called on every rank after each update (not a skipped one),
+      without gradients, and may change parameters and buffers: it belongs to the update, in saves
+      too. Its random numbers are keyed by the step.
+    - `epoch(number)` is called on every rank before the first step of each epoch (from 0), and
+      again where a run is resumed in it. Its random numbers are keyed by the epoch.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
       forks them. It must not start threads, use a device or create tensors.
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes

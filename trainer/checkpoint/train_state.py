@@ -161,6 +161,8 @@ class TrainState:
         if self.scaler.is_enabled() and saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
         for name, part in self.parts.items():
+            if name == "epoch" and name not in saved.parts:
+                continue  # the task has got its `epoch` since
             if name not in saved.parts:
                 raise CheckpointDamaged(f"{STATE} has no entry {name!r} in 'parts'")
             part.load_state_dict(saved.parts[name])

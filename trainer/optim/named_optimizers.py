@@ -72,8 +72,8 @@ def turns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 def optimizer_of(config: Optim, model: nn.Module, task: Any) -> torch.optim.Optimizer:
     """The optimizer of the configuration, or those of the task's `optimizers(model)`."""
     turns = getattr(task, "turns", ())
-    if not hasattr(task, "optimizers"):
-        if turns:
+    if not callable(getattr(task, "optimizers", None)):
+        if turns and isinstance(turns, tuple | list):
             raise ConfigError(f"--task: turns is {turns!r}, but the task has no optimizers(model); "
                               "define one that returns an optimizer for each turn.")
         return make_optimizer(config, model, getattr(task, "parameter_groups", None))

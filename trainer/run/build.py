@@ -18,7 +18,7 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
     CheckpointRef,
@@ -208,11 +208,14 @@ def _make_trainable(
     progress, health = TrainProgress(), Health(config.nonfinite)
     if resumption.found is not None:
         progress.restore(resumption.found.state.progress)
+    parts: dict[str, Any] = {"horizon": setup.lengths, "health": health}
+    if callable(call := getattr(setup.task, "epoch", None)):
+        parts["epoch"] = EpochCalls(call, config.seed)
     state = TrainState(
         model=setup.model, optimizer=setup.optimizer, schedule=setup.schedule,
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
-        num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
+        num_ranks=world.size, parts=parts,
         ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
         settings=compatibility.settings(config))
     attempt = {"settings": state.settings,

@@ -102,6 +102,8 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> ModelFacts:
     before = checksums(model.parameters())
     versions = [version(p) for p in model.parameters()]
     micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
+    if "epoch" in state.parts:
+        state.parts["epoch"].enter(micro.spec.epoch)
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     tensors = batches.versions(micro.batch)
     seen = None
@@ -320,6 +322,7 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
         computes=trainable.computes, state=trainable.state, boundary=trainable.boundary,
         facts=facts, world=context.world, health=trainable.health, clip=config.clip,
         status=context.status, min_samples=min_samples,
+        after_step=getattr(built.setup.task, "after_step", None),
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 

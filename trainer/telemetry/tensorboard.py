@@ -103,7 +103,7 @@ class TensorBoard(Sink):
                  history: Iterable[dict[str, Any]] = (), class_names: Sequence[str] = (),
                  histograms_every: int = 0,
                  tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
-        self._folder, self._pace, self._first = folder, Pace(every), first
+        self._folder, self._filter, self._first = folder, StepFilter(every), first
         self._is_validated, self._names = is_validated, class_names
         self._histograms_every, self._tensors = histograms_every, tensors
         self._norms = deque[float](maxlen=NORMS)  # since the last validation
@@ -130,7 +130,7 @@ class TensorBoard(Sink):
         if self._histograms_every and timing and step % self._histograms_every == 0:
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
-        if self._pace.shows(line):
+        if self._filter.shows(line):
             tags = train_scalars(line, timing)
             self._training.scalars(_curves(tags, line.get("turn", "")), step)
             if not self._is_validated(step):
@@ -212,7 +212,7 @@ def _rates(lrs: Sequence[float] | Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield str(name), rate
 
 
-class Pace:
+class StepFilter:
     """Which training steps a sink shows: the first one, and each `every` steps. With turns, of each
     turn the first step that is due."""
 

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.storage.files import replace_text
 from trainer.telemetry import drawing
 from trainer.telemetry.metrics import Sink
-from trainer.telemetry.tensorboard import Pace, train_scalars, validation_scalars
+from trainer.telemetry.tensorboard import StepFilter, train_scalars, validation_scalars
 
 ID = "wandb-id"
 """File in the run folder with the id of the W&B run, so that a restart continues that run."""
@@ -38,7 +38,7 @@ class WandB(Sink):
     def __init__(self, path: Path, run_id: str, *, mode: str, every: int,
                  settings: Mapping[str, Any], class_names: Any = ()) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._pace, self._names = Pace(every), class_names
+        self._filter, self._names = StepFilter(every), class_names
         id_file = path / ID
         if not id_file.exists():
             replace_text(id_file, run_id)
@@ -49,7 +49,7 @@ class WandB(Sink):
             settings=self._wandb.Settings(console="off", silent=True))
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        if self._pace.shows(line):
+        if self._filter.shows(line):
             self._run.log(train_scalars(line, timing), step=line["step"])
 
     def validation(self, line: dict[str, Any]) -> None:
