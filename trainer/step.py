@@ -28,8 +28,8 @@ from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
-from trainer.optim.named_optimizers import NamedOptimizers, members_of
-from trainer.optim.optimizers import clip
+from trainer.optim.named_optimizers import NamedOptimizers, fill_momentum, members_of
+from trainer.optim.optimizers import FrozenAtFirst, clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -101,35 +101,46 @@ class ModelFacts:
 
 class TurnParameters:
     """The parameters that the steps of a turn train ("": all). Inside `alone` the others need no
-    gradient, so that its backward, and the reduction that is built there, leave them out."""
+    gradient, so that its backward, and the reduction that is built there, leave them out; and
+    `frozen` norms keep their statistics."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, turn: str = "") -> None:
-        members = members_of(optimizer)
-        self.turn = turn
-        self.members = [members[turn]] if turn else list(members.values())
-        self.trained = [p for member in self.members for p in member.parameters]
-        self.others = [p for member in members.values() if member not in self.members
-                       for p in member.parameters]
+    def __init__(self, optimizer: torch.optim.Optimizer, turn: str = "",
+                 frozen: FrozenAtFirst | None = None) -> None:
+        members, self.turn = members_of(optimizer), turn
+        still = set(frozen.parameters if frozen is not None else ())
+        self._norms = frozen.norms if frozen is not None else ()
+        self.trained, self.others = list[Tensor](), list[Tensor]()
+        self._shared, self._own = list[Tensor](), list[tuple[list[Tensor], Clip]]()
+        for name, member in members.items():
+            mine = [p for p in member.parameters if turn in ("", name) and p not in still]
+            self.trained += mine
+            self.others += [p for p in member.parameters if turn not in ("", name) or p in still]
+            if member.clip is None:
+                self._shared += mine
+            elif mine:
+                self._own.append((mine, member.clip))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         for parameter in self.others:
             parameter.requires_grad_(False)
+        for norm in self._norms:
+            norm.eval()
         try:
             yield
         finally:
+            for norm in self._norms:
+                norm.train()
             for parameter in self.others:
                 parameter.requires_grad_(True)
 
     def clip(self, config: Clip) -> Tensor:
         """Clip the gradients: those of an optimizer with limits of its own by themselves, all
         others together. Returns the global norm before, as `optimizers.clip`."""
-        own = [member for member in self.members if member.clip is not None]
-        if not own:
+        if not self._own:
             return clip(self.trained, config)
-        shared = [p for member in self.members if member.clip is None for p in member.parameters]
-        norms = [clip(member.parameters, member.clip or config) for member in own]
-        norms += [clip(shared, config)] if shared else []
+        norms = [clip(mine, own) for mine, own in self._own]
+        norms += [clip(self._shared, config)] if self._shared else []
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 
@@ -193,12 +204,30 @@ class ForwardBackward:
             self.communication.end_backward()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Computes:
+    """How each step is computed."""
+
+    turns: tuple[ForwardBackward, ...]
+    """Those of the turns; one, if the task has none. Step 1 has the first turn."""
+    at_first: tuple[ForwardBackward, ...] = ()
+    """In their place up to the step `frozen_until`: they leave frozen parameters out."""
+    frozen_until: int = 0
+
+    def of_step(self, step: int) -> ForwardBackward:
+        turns = self.at_first if step <= self.frozen_until else self.turns
+        return turns[(step - 1) % len(turns)]
+
+    def __iter__(self) -> Iterator[ForwardBackward]:
+        """Each of them once."""
+        return iter(dict.fromkeys((*self.at_first, *self.turns)))
+
+
 @dataclass(kw_only=True)
 class Step:
     """Computes one optimizer step per call."""
 
-    computes: tuple[ForwardBackward, ...]
-    """That of each turn; the steps take turns by their numbers, from step 1 on."""
+    computes: Computes
     state: TrainState
     boundary: StepBoundary
     facts: ModelFacts
@@ -228,16 +257,19 @@ class Step:
     @classmethod
     def plain(
         cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None,
-        turn: str = "",
+        *, of: TurnParameters | None = None,
+        after_step: Callable[[nn.Module, int], None] | None = None,
     ) -> Step:
-        """A step outside of a run: without warm-up, mixed precision and saves, always of a turn."""
+        """A step outside of a run: without warm-up, mixed precision and saves, of one turn."""
         compute = ForwardBackward(objective, wrapped, state, ProgressMarks(),
-                                  contextlib.nullcontext, of=TurnParameters(state.optimizer, turn))
+                                  contextlib.nullcontext, of=of)
         status = Status()
         return cls(
-            computes=(compute,), state=state, boundary=StepBoundary(objective.model, status),
+            computes=Computes(turns=(compute,)), state=state,
+            boundary=StepBoundary(objective.model, status),
             facts=ModelFacts(), world=World(LaunchInfo(), torch.device("cpu"), 1),
-            health=Health(BadStepConfig()), clip=clip or Clip(), status=status)
+            health=Health(BadStepConfig()), clip=clip or Clip(), status=status,
+            after_step=after_step)
 
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
@@ -297,7 +329,7 @@ class Step:
 
     def _take_turn(self, step: int) -> None:
         """Compute a step by what its turn needs."""
-        self.compute = self.computes[(step - 1) % len(self.computes)]
+        self.compute = self.computes.of_step(step)
         self.objective, self.parameters = self.compute.objective, self.compute.parameters
         if isinstance(self.optimizer, NamedOptimizers):
             self.optimizer.select(self.compute.turn)
@@ -327,6 +359,8 @@ class Step:
         key = rng.mix(self.state.seed, rng.MICRO)
         if self.own_update:
             rng.seed_all(step, UPDATE, state=key, devices=on_device)
+        if step == self.computes.frozen_until + 1 > 1:
+            fill_momentum(self.optimizer)
         self.scaler.step(self.optimizer)
         self.schedule.step()
         if self.after_step is not None:

@@ -52,7 +52,8 @@ def test_a_gan_in_turns_has_the_bits_of_a_loop_written_by_hand(ranks, tmp_path):
     lines = steps(folder)
     assert [line["turn"] for line in lines[:4]] == ["critic", "critic", "generator", "critic"]
     assert lines[0]["lrs"] == {"critic": 0.002, "generator": 0.001}
-    assert "made" in lines[0] and "made" not in lines[2]
+    assert "made" in lines[0]
+    assert "made" not in lines[2]
     assert [line["lr"] for line in lines[1:3]] == [0.002, 0.001]
     assert "val_modes" in validations(folder)[-1]
 
@@ -110,3 +111,27 @@ def test_in_canonical_the_number_of_ranks_may_change(ranks, undisturbed, tmp_pat
                "--inject=kill:rank=1:step=9:phase=forward")
 
     assert not list(differences(undisturbed(1, *arguments), tmp_path / "run"))
+
+
+@pytest.mark.parametrize("more", [["--optim.name=sgd"], ["--parallel.reduction=canonical"]])
+def test_unfreezing_has_the_bits_of_a_frozen_run_and_then_of_a_continued_one(
+    ranks, undisturbed, tmp_path, more
+):
+    """Until then as with --freeze; a killed run has the bits of an undisturbed one."""
+    arguments = [*TASK, "--task=small_task:Small", "--eval.every=off", "--freeze=body.*", *more]
+    late = [*arguments, "--freeze-until=10"]
+    sizes = [3, 2] if "canonical" in more[0] else 2
+
+    until_done(ranks, sizes, tmp_path / "run", *late,
+               "--inject=kill:rank=1:step=9:phase=backward", "--inject=kill:rank=0:step=14")
+    frozen = run(ranks, 1, tmp_path / "frozen", *arguments)
+
+    whole = undisturbed(2, *late)
+    assert not list(differences(whole, tmp_path / "run"))
+    losses = [[line["loss"] for line in steps(folder)] for folder in (frozen, whole)]
+    assert losses[0][:10] == pytest.approx(losses[1][:10], abs=1e-6)
+    assert losses[0][12:] != pytest.approx(losses[1][12:], abs=1e-4)
+    for name in ("body.0.weight", "body.1.running_mean"):
+        first, then = (weights(folder, 7)[name] for folder in (frozen, whole))
+        assert torch.equal(first, then)
+        assert not torch.equal(then, weights(whole, 20)[name])

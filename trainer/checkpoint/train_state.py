@@ -20,7 +20,7 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
-from trainer.optim.named_optimizers import members_of
+from trainer.optim.named_optimizers import fill_momentum
 from trainer.optim.optimizers import has_modes, set_mode
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
@@ -237,12 +237,8 @@ class TrainState:
                 key: value if not isinstance(value, Tensor) else
                 value.clone() if key in on_host else _placed(value, owner)
                 for key, value in state[name].items()}
-        for member in members_of(self.optimizer).values():
-            mine = {names[p] for p in member.parameters}
-            if isinstance(member.optimizer, torch.optim.SGD) and mine & state.keys() and not anew:
-                for name in sorted(mine - state.keys()):  # torch's fused kernel needs all of them
-                    self.optimizer.state[parameters[name]] = {
-                        "momentum_buffer": torch.zeros_like(parameters[name])}
+        if self._differs(then, "freeze") or self._differs(then, "freeze_until"):
+            fill_momentum(self.optimizer)
         groups: list[dict[str, Any]] = [
             next((of[names[p]] for p in group["params"] if names[p] in of), {})
             for group in self.optimizer.param_groups]

@@ -64,6 +64,16 @@ def members_of(optimizer: torch.optim.Optimizer) -> dict[str, Member]:
             else {"": Member(optimizer=optimizer)})
 
 
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter of SGD a momentum if one has it: torch's fused kernel needs all of them."""
+    for member in members_of(optimizer).values():
+        has_state = [bool(optimizer.state.get(p)) for p in member.parameters]
+        if isinstance(member.optimizer, torch.optim.SGD) and any(has_state):
+            for parameter, has in zip(member.parameters, has_state, strict=True):
+                if not has:
+                    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
 def turns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """The turns of the steps, which repeat; `("",)` if each step updates everything."""
     return getattr(optimizer, "turns", ()) or ("",)

@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,6 +87,29 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         ):
             module.eval()
     return [n for n, p in parameters.items() if not p.requires_grad]
+
+
+@dataclass(frozen=True)
+class FrozenAtFirst:
+    """Parameters, and modules with statistics, that are frozen until a step of the run."""
+
+    parameters: tuple[Tensor, ...] = ()
+    norms: tuple[nn.Module, ...] = ()
+
+
+def freeze_at_first(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str], FrozenAtFirst]:
+    """As `freeze`, for a part of the run: returns the names, and what is to be frozen so long. The
+    model is left as it is afterwards."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norms = [m for m in model.modules() if m.training]
+    names = freeze(model, patterns)
+    found = FrozenAtFirst(tuple(p for p in trained if not p.requires_grad),
+                          tuple(m for m in norms if not m.training))
+    for parameter in found.parameters:
+        parameter.requires_grad_(True)
+    for module in found.norms:
+        module.train()
+    return names, found
 
 
 def _is_frozen(patterns: Sequence[str], name: str) -> bool:

@@ -6,7 +6,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,12 @@ from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import World
+from trainer.errors import ConfigError
 from trainer.optim import compile_cache, precision, schedules
 from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
 from trainer.optim.named_optimizers import turns_of
+from trainer.optim.optimizers import FrozenAtFirst
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
@@ -51,7 +53,7 @@ from trainer.run.prepare import Setup, prepare
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
-from trainer.step import ForwardBackward, Reduction, TurnParameters
+from trainer.step import Computes, ForwardBackward, Reduction, TurnParameters
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
@@ -230,30 +232,39 @@ def _make_trainable(
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
         setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
-    turns = turns_of(setup.optimizer)
-    of_turn = {turn: _make_compute(context, setup, boundary, state, turn)
-               for turn in dict.fromkeys(turns)}
-    computes = tuple(of_turn[turn] for turn in turns)
-    faults = _arm(context, folder, [compute.objective for compute in computes], state, checkpoint)
+    until = config.freeze_until.steps(epoch=setup.lengths.epoch, total=setup.lengths.total)
+    make = partial(_make_computes, context, setup, boundary, state)
+    computes = Computes(turns=make(FrozenAtFirst()), frozen_until=until,
+                        at_first=make(setup.frozen_at_first) if until else ())
+    faults = _arm(context, folder, computes, state, checkpoint)
     return Trainable(state=state, health=health, computes=computes, boundary=boundary,
                      checkpoint=checkpoint, faults=faults)
 
 
-def _make_compute(
-    context: Context, setup: Setup, boundary: StepBoundary, state: TrainState, turn: str
-) -> ForwardBackward:
-    """Collective. Wrap the model and the loss of a turn, whose gradients alone are reduced."""
-    config, world, of = context.config, context.world, TurnParameters(setup.optimizer, turn)
-    with of.alone():
-        wrapped, objective = _wrap(config, setup, world, boundary, turn)
-        reduction: Reduction = iter
-        if config.parallel.reduction == "canonical":
-            reduction = RankInvariantReduction(
-                objective, of.trained, boundary.buffers, world, setup.plan,
-                optional=config.parallel.find_unused == "on")
-        return ForwardBackward(objective, wrapped, state, context.marks,
-                               precision.autocast(setup.choice, world.device),
-                               reduction=reduction, of=of)
+def _make_computes(
+    context: Context, setup: Setup, boundary: StepBoundary, state: TrainState,
+    frozen: FrozenAtFirst,
+) -> tuple[ForwardBackward, ...]:
+    """Collective. Wrap model and loss for each turn, whose gradients alone are reduced."""
+    config, world, of_turn = context.config, context.world, dict[str, ForwardBackward]()
+    turns = turns_of(setup.optimizer)
+    for turn in dict.fromkeys(turns):
+        of = TurnParameters(setup.optimizer, turn, frozen)
+        if not of.trained:
+            raise ConfigError(f"--freeze-until {config.freeze_until}: until then --freeze leaves "
+                              f"nothing to train{f' in the turn {turn!r}' if turn else ''}; freeze "
+                              "less.")
+        with of.alone():
+            wrapped, objective = _wrap(config, setup, world, boundary, turn)
+            reduction: Reduction = iter
+            if config.parallel.reduction == "canonical":
+                reduction = RankInvariantReduction(
+                    objective, of.trained, boundary.buffers, world, setup.plan,
+                    optional=config.parallel.find_unused == "on")
+            of_turn[turn] = ForwardBackward(
+                objective, wrapped, state, context.marks,
+                precision.autocast(setup.choice, world.device), reduction=reduction, of=of)
+    return tuple(of_turn[turn] for turn in turns)
 
 
 def _wrap(
@@ -276,13 +287,13 @@ def _wrap(
 
 
 def _arm(
-    context: Context, folder: RunFolder, objectives: Sequence[ddp.Objective], state: TrainState,
+    context: Context, folder: RunFolder, computes: Computes, state: TrainState,
     checkpoint: Checkpointer,
 ) -> fault_injection.FaultInjector:
-    """Arm the faults to be injected, from the next progress mark on; `objectives`: of each turn."""
+    """Arm the faults to be injected, from the next progress mark on."""
 
     def nan() -> None:
-        objectives[state.progress.step % len(objectives)].inject_nan()
+        computes.of_step(state.progress.step + 1).objective.inject_nan()
 
     def flip() -> None:
         parameter = next(p for p in state.model.parameters() if p.numel())

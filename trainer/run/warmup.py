@@ -84,7 +84,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
     more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
-    facts = [_warm_up(built, compute) for compute in dict.fromkeys(built.trainable.computes)]
+    facts = [_warm_up(built, compute) for compute in built.trainable.computes]
     sizes = [one.activations_mb for one in facts if one.activations_mb is not None]
     return ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
                       moves_parameters=any(one.moves_parameters for one in facts),
