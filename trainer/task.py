@@ -44,6 +44,7 @@ RESERVED_METRICS = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "
 METHOD_ARGUMENTS = {
     "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
     "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
+    "text": ("model",),
     "optimizers": ("model",), "after_step": ("model", "step"), "epoch": ("number",),
     "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → names of its arguments."""
@@ -191,7 +192,7 @@ class Task(Protocol):
       unknown); the measured initial loss is compared with it.
     - `class_names` labels the rows and columns of the table.
     - `picture(model) -> HxWx3 uint8 array` is drawn after each validation by one rank, so it must
-      not call collectives.
+      not call collectives; `text(model) -> str` is written in the same way.
 
     A field `seed` that is None is set to the run's seed.
     """

@@ -65,7 +65,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> dict[str, Member]:
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter of SGD a momentum if one has it: torch's fused kernel needs all of them."""
+    """Give all parameters of an SGD a momentum if one has it: the fused kernel needs all."""
     for member in members_of(optimizer).values():
         has_state = [bool(optimizer.state.get(p)) for p in member.parameters]
         if isinstance(member.optimizer, torch.optim.SGD) and any(has_state):

@@ -356,9 +356,12 @@ def _open_recorders(
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
-    if context.world.is_main and hasattr(setup.task, "picture"):
-        pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
-                            model=setup.model, show=folder.metrics.picture, log=context.log)
+    draw, write = (getattr(setup.task, name, None) for name in ("picture", "text"))
+    if context.world.is_main and (callable(draw) or callable(write)):
+        pictures = Pictures(draw=draw if callable(draw) else None,
+                            write=write if callable(write) else None,
+                            folder=context.path / layout.PICTURES, model=setup.model,
+                            show=folder.metrics.exhibit, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
                      rate_end=rate_end if context.world.is_main else (0, ""),
                      warn=context.log.warning,

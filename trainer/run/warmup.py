@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -54,8 +53,7 @@ def start(built: BuiltRun) -> Run:
             facts = warm_up(built)
         if not facts.moves_parameters:
             trainable.boundary.note_constant_parameters()
-        trained = [compute.objective.accumulator.names or () for compute in trainable.computes]
-        names = [*chain.from_iterable(trained),
+        names = [*_metric_names(built),
                  *(built.validation.figures if built.validation is not None else ())]
         metrics = ["val_loss", *(f"val_{name}" for name in names)]
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
@@ -75,6 +73,18 @@ def start(built: BuiltRun) -> Run:
     replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
                                  context.world, built.resumption.position)
     return Run(**vars(built), step=step, replica_check=replica_check)
+
+
+def _metric_names(built: BuiltRun) -> Sequence[str]:
+    """Names of the metrics of a validation: those of the training, or, if that has turns, those of
+    the first micro-batch in evaluation."""
+    compute, model = built.trainable.compute, built.setup.model
+    if not compute.turn or built.validation is None:
+        return compute.objective.accumulator.names or ()
+    batch = batches.copy_of(built.loader.peek().batch)
+    with (eval_mode(model), torch_private.uncompiled(model), torch.no_grad(), compute.autocast(),
+          Buffers(model).preserved(set())):
+        return tuple(check_outcome(built.setup.task.loss(model, batch))[1])
 
 
 def warm_up(built: BuiltRun) -> ModelFacts:

@@ -84,6 +84,9 @@ class Console(Sink):
                  f"(validation; training {train})"]
         self._log.info("  ".join(filter(None, parts)))
 
+    def text(self, text: str, step: int) -> None:
+        self._log.info(f"{self._step_label(step)}  {text}")
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -54,6 +54,9 @@ class Sink:
     def picture(self, image: Any, step: int) -> None:
         """Show a picture (HxWx3 uint8) of a validation."""
 
+    def text(self, text: str, step: int) -> None:
+        """Show a text of a validation."""
+
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the settings and the final metrics of a complete run."""
 
@@ -235,9 +238,13 @@ class Metrics:
     def validation(self, line: dict[str, Any]) -> None:
         self._record(line, {})
 
-    def picture(self, image: Any, step: int) -> None:
+    def exhibit(self, made: Any, step: int) -> None:
+        """Show a picture or a text of a validation."""
         for sink in self._sinks:
-            sink.picture(image, step)
+            if isinstance(made, str):
+                sink.text(made, step)
+            else:
+                sink.picture(made, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:

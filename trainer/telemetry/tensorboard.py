@@ -62,8 +62,8 @@ class EventFile:
     def image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
         self.write(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
 
-    def text(self, tag: str, text: str) -> None:
-        self.write(summary=self._summary.text(tag, text), step=0)
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        self.write(summary=self._summary.text(tag, text), step=step)
 
     def hparams(self, values: Mapping[str, Any]) -> None:
         # Without the first part, the page also finds the last values of all scalars.
@@ -162,6 +162,10 @@ class TensorBoard(Sink):
     def picture(self, image: Any, step: int) -> None:
         self._training.image("images/validation", image, step)
 
+    def text(self, text: str, step: int) -> None:
+        # Indented, it is shown as it is, not as Markdown.
+        self._training.text("validation", "    " + text.replace("\n", "\n    "), step)
+
     def graph(self, definition: Any) -> None:
         """Show the graph of the model (a GraphDef)."""
         self._training.write(graph_def=definition.SerializeToString())
@@ -254,6 +258,10 @@ class GuardedSink(Sink):
     def picture(self, image: Any, step: int) -> None:
         if hasattr(self._sink, "picture"):
             self._call("picture", image, step)
+
+    def text(self, text: str, step: int) -> None:
+        if hasattr(self._sink, "text"):
+            self._call("text", text, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         self._call("finish", settings, figures, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 from collections.abc import Mapping
@@ -61,6 +62,10 @@ class WandB(Sink):
 
     def picture(self, image: Any, step: int) -> None:
         self._run.log({"validation": self._wandb.Image(image)}, step=step)
+
+    def text(self, text: str, step: int) -> None:
+        shown = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        self._run.log({"validation_text": shown}, step=step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         self._run.summary.update(dict(figures))
