@@ -22,7 +22,8 @@ BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
     "optim.momentum": ["--optim.name=sgd"], "optim.nesterov": ["--optim.name=sgd"],
     "schedule.options": ["--schedule.name=cosine-annealing"],
-    "eval.min_delta": ["--eval.patience=3"], "precision.loss_scale": ["--precision.dtype=fp16"],
+    "freeze_until": ["--freeze=body.*"], "eval.min_delta": ["--eval.patience=3"],
+    "precision.loss_scale": ["--precision.dtype=fp16"],
     "task.root": ["--task.data=fashion-mnist"],
     "task.teacher_model": ["--task.teacher=/there"],
     "task.teacher_share": ["--task.teacher=/there"],
