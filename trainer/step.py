@@ -186,8 +186,8 @@ class ForwardBackward:
             rng.key(self._generators, self._seed, rng.MICRO, spec.step, spec.number)
         counts = micro.samples > 0
         # DDP's no_sync must enclose forward *and* backward of all micro-batches but the last.
-        with (self.of.alone() if self.of.others else NOTHING,
-              NOTHING if spec.last or self._no_sync is None else self._no_sync(),
+        with (NOTHING if spec.last or self._no_sync is None else self._no_sync(),
+              self.of.alone() if self.of.others else NOTHING,
               NOTHING if counts else stand_in.forward_and_backward(self.model)):
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,

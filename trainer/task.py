@@ -37,8 +37,8 @@ BUILT_IN = {
 RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
 """Class → its name in run folders, which stays when the class moves."""
 
-RESERVED_METRICS = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
-                    "skipped", "replaced", "train_loss", "table")
+RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
+                    "skipped", "replaced", "train_loss", "table", "turn")
 """Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
 
 METHOD_ARGUMENTS = {

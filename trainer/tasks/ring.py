@@ -53,7 +53,7 @@ class Ring(Section, prefix="task."):
     """Size of the generator's noise."""
     width: int = setting(64, "must_match", ">= 1")
     """Units in each of the two hidden layers of both parts."""
-    critic_lr: float = setting(2e-3, "must_match", "> 0 and < inf")
+    critic_lr: float = setting(1e-3, "must_match", "> 0 and < inf")
     """Learning rate of the critic."""
     generator_lr: float = setting(1e-3, "must_match", "> 0 and < inf")
     """Learning rate of the generator."""
