@@ -10,7 +10,7 @@ dry=${1:-}
 out=$(mktemp -d)
 failed=0
 if [ "$dry" = --dry-run ]; then
-  device=cpu ranks=2 sanitizer= hang="--inject hang:rank=0:step=12:phase=backward"
+  device="cpu --world.threads 1" ranks=2 sanitizer= hang="--inject hang:rank=0:step=12:phase=backward"
 else
   device=cuda ranks=$(nvidia-smi -L | wc -l) sanitizer=TORCH_CUDA_SANITIZER=1 hang="--task.stuck-at 12"
 fi

@@ -171,7 +171,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: cannot import {entry} (see above); nothing was started",
               file=sys.stderr)
         return EXIT_CONFIG, None
-    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+    if "torch" in sys.modules and _has_spoilt_cuda():
         print(f"launch: importing {entry} for {list(argv)} has initialized CUDA, which does not "
               "survive a fork; use CUDA only in the task's methods", file=sys.stderr)
         return EXIT_CONFIG, None
@@ -189,6 +189,15 @@ def _keep_cuda_usable() -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+def _has_spoilt_cuda() -> bool:
+    """Whether a fork of this process can't use CUDA: only a fork can tell."""
+    from trainer.distributed.torch_private import is_in_bad_fork
+
+    if (pid := fork()) == 0:
+        os._exit(is_in_bad_fork())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def _ended_child() -> os.waitid_result | None:

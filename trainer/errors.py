@@ -43,6 +43,11 @@ class ConfigError(TrainerError, ValueError):
     exit_code = EXIT_CONFIG
 
 
+class FileDamaged(ConfigError, OSError):
+    """A file of a run can't be used: a link, no regular file, too large, or not what it has to be.
+    """
+
+
 class AlreadyFinished(TrainerError):
     """The run to be continued is complete: there is nothing to do."""
 
@@ -87,6 +92,16 @@ class CheckpointBusy(TrainerError):
 
 class StaleAttempt(TrainerError):
     """A newer attempt owns the run folder; this process must exit without writing."""
+
+
+class MirrorFailed(TrainerError):
+    """The mirror can't be reached at a start that needs it; a restart tries again."""
+
+
+class MirrorTaken(TrainerError):
+    """Another start of the run owns its mirror; this attempt ends, and must not be restarted."""
+
+    exit_code = EXIT_CONFIG
 
 
 class SaveFailed(TrainerError):

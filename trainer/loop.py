@@ -20,6 +20,7 @@ def train(run: Run) -> dict[str, object]:
     config, intervals, status = run.context.config, run.setup.intervals, run.context.status
     state, loader, guard, progress = run.state, run.loader, run.guard, run.state.progress
     last, save_requested = intervals.total, False
+    guard.checkpoint.allocate()
     handle_bad_streak(run)
     while True:
         step = progress.step

@@ -170,7 +170,7 @@ class ForwardBackward:
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         self._waiting = waiting_for(WaitsFor.PEERS)
         for module in self.model.modules():
-            if isinstance(module, SyncBatchNorm):
+            if isinstance(module, SyncBatchNorm) and not self._on_device:
                 module.measure_with(self.communication)
 
     def __call__(
@@ -291,14 +291,14 @@ class Step:
             detector = self.nan_detector if micro.samples else None
             with NOTHING if detector is None else detector(micro.spec):
                 self.forward_backward(micro, requests=requests)
-        scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-        vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
+        loss_scale = self._loss_scale()
+        vector = self.objective.take_sums(self.num_ranks, loss_scale)
         self.scaler.unscale_(self.optimizer)
         self._to_mean(vector[COUNT])
         grad_norm = self.compute.of.clip(self.clip)
         self._device_span.second()
         with self._waiting_for_device:
-            sums, norm = self.objective.read_sums(vector, grad_norm)
+            sums, norm, scale = self.objective.read_sums(vector, grad_norm, loss_scale)
         if sums.samples < self.min_samples:
             self._discard_window()
             return None
@@ -350,7 +350,9 @@ class Step:
         buffers.restore_storage()
         if "buffers" in sums.requests and buffers.agree(self.world):
             sums = replace(sums, loss=math.nan)
-        buffers.broadcast(self.world)
+        if buffers.broadcast(self.world):
+            with self._waiting_for_device:
+                self.boundary.wait_for_device()
         return sums
 
     def _update(self, step: int) -> None:
@@ -361,7 +363,7 @@ class Step:
             rng.seed_all(step, UPDATE, state=key, devices=on_device)
         if step == self.computes.frozen_until + 1 > 1:
             fill_momentum(self.optimizer)
-        self.scaler.step(self.optimizer)
+        self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
         self.schedule.step()
         if self.after_step is not None:
             rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
@@ -375,7 +377,7 @@ class Step:
 
     def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream."""
-        start, samples = time.perf_counter(), 0
+        start, samples, scale = time.perf_counter(), 0, self._loss_scale()
         for micro in micro_batches:
             epoch, samples = micro.spec.epoch, samples + micro.samples
         if self.min_samples and self.world.all_sum(torch.tensor(samples)) < self.min_samples:
@@ -384,8 +386,14 @@ class Step:
         self.progress.complete(step)
         return StepResult(
             step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
-            lrs=self._lrs(), scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            lrs=self._lrs(), scale=None if scale is None else float(scale),
             seconds=time.perf_counter() - start, device_s=None, optimizers=self._group_names())
+
+    def _loss_scale(self) -> Tensor | None:
+        """The factor of the loss in backward (fp16), on the device."""
+        if not self.scaler.is_enabled():
+            return None
+        return self.scaler.scale(torch.ones((), device=self.parameters[0].device))
 
     def _lrs(self) -> tuple[float, ...]:
         return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
@@ -409,7 +417,7 @@ class Step:
         on_device = isinstance(count, Tensor) and count.device.type != "cpu"
         if not on_device and float(count) == nominal_count:
             return
-        if count == 0 and not on_device:
+        if not on_device and count == 0:
             count = math.nan  # avoids a division by 0; the update is skipped
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, nominal_count / count)

@@ -229,7 +229,7 @@ def check_signatures(task: Any) -> None:
         except (TypeError, ValueError):  # no such method, or one implemented in C
             continue
         ways: list[dict[str, str]] = [{}]
-        if name == "loss" and getattr(task, "turns", ()):
+        if name == "loss" and getattr(task, "turns", None):
             ways.append({"turn": "NAME"})
         for keywords in ways:
             try:

@@ -16,6 +16,7 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.commands.compare import differences
 from trainer.config import command_line
 from trainer.data.map_dataset import MicroBatch
+from trainer.distributed import sync_batchnorm
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.partition import block
 from trainer.distributed.rank_invariant_reduction import TreeSum
@@ -128,11 +129,48 @@ def in_blocks(step: Step, micros: list[MicroBatch], num_ranks: int) -> list[torc
     return gradients
 
 
+def test_a_save_does_not_wait_for_its_copies_and_the_next_update_does():
+    live = {"model": {"weight": torch.ones(1 << 28, device="cuda")}}  # 1 GiB
+    snapshot = Snapshot(torch.device("cuda"))
+    snapshot.allocate(live)
+    torch.cuda.synchronize()
+
+    copy = snapshot.take(live)["model"]["weight"]
+    returned_before = not snapshot._copied.query()
+    snapshot.protect()
+    live["model"]["weight"].zero_()
+    snapshot.wait()
+
+    assert returned_before
+    assert bool((copy == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_synchronised_batch_norm_equals_that_of_a_cpu(dtype, form, monkeypatch):
+    monkeypatch.setattr(sync_batchnorm, "_gather_rows", lambda row, module: row[None])
+    monkeypatch.setattr(sync_batchnorm, "is_synchronised", lambda module: True)
+    x = (torch.randn(6, 5, 4, 4) + 3).to(dtype).contiguous(memory_format=form)
+    found = []
+    for device in ("cpu", "cuda"):
+        layer = torch.nn.BatchNorm2d(5, device=device)
+        sync_batchnorm.convert(layer, 2, device)
+        leaf = x.to(device).requires_grad_()
+        output = layer(leaf)
+        output.backward(x.to(device).cos())
+        found.append([output.detach().cpu(), leaf.grad.cpu(), layer.weight.grad.cpu(),
+                      layer.bias.grad.cpu(), *(b.cpu() for b in layer.buffers())])
+
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=2e-2 if dtype is torch.bfloat16 else 1e-4,
+                                   atol=2e-2 if dtype is torch.bfloat16 else 1e-4)
+
+
 def test_a_survivor_copies_the_boundary_while_a_kernel_is_stuck():
     live = {"model": {"weight": torch.randn(4096, 4096, device="cuda"),
                       "count": torch.tensor(7, device="cuda")}}
-    snapshot = Snapshot()
-    snapshot.take(live)  # makes the buffers, as an earlier save of a run does
+    snapshot = Snapshot(torch.device("cuda"))
+    snapshot.allocate(live)
     wanted = {name: tensor.cpu() for name, tensor in live["model"].items()}
     boundary, main = torch.cuda.Event(), torch.cuda.current_stream()
     boundary.record()
@@ -144,6 +182,7 @@ def test_a_survivor_copies_the_boundary_while_a_kernel_is_stuck():
         stream.wait_event(boundary)
         with torch.cuda.stream(stream):
             found["copy"] = snapshot.take(live, pin=False)["model"]
+            snapshot.wait()
         found["kernel_still_ran"] = not main.query()
 
     thread = threading.Thread(target=save)

@@ -124,10 +124,10 @@ class Rank:
             watch.poll()
         return int(code)
 
-    def serve(self, _: str) -> int:
-        """Run until a stop request, and exit once all ranks have received one."""
+    def serve(self, num: str) -> int:
+        """Run until a stop request, and exit once `num` ranks (default: all) have received one."""
         self.note("serving")
-        self.wait("sigterm")
+        self.wait("sigterm", int(num or 0))
         return 75
 
     def stubborn(self, _: str) -> None:
@@ -136,6 +136,8 @@ class Rank:
             signal.pause()
 
     def stopped(self, _: str) -> None:
+        """Stop itself; a request that comes before that stays pending."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self.note("serving")
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -158,7 +160,8 @@ class Rank:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # Without a line that is being written: a reader may see a part of a write.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def wait_for(get: Callable[[], list[Any]], num: int = 1) -> list[Any]:

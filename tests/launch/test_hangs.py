@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -97,7 +98,7 @@ def check_found_in_time(launch: Launch, places: Places) -> list[tuple[dict, dict
     for fault, hang in zip(faults, hangs, strict=True):
         assert hang["culprit"] == fault["rank"], output
         assert hang["time"] - fault["time"] < 3 * LIMIT_S + 15, output
-        assert starts[fault["attempt"] + 1] - hang["time"] < 20, output
+        assert starts.get(fault["attempt"] + 1, math.inf) - hang["time"] < 20, output
         assert f"error: hang: rank {fault['rank']} " in output
     return list(zip(faults, hangs, strict=True))
 

@@ -19,7 +19,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """A finished launch with three failures of different kinds."""
     script = {
         "0.0": "follow=1", "0.1": f"die={signal.SIGKILL:d}", "0.2": "follow=1",
-        "1.0": "serve", "1.1": "serve", "1.2": "exit=3",
+        "1.0": "serve=2", "1.1": "stubborn", "1.2": "exit=3",
         "2.0": "fail", "2.1": "follow=1", "2.2": "follow=1",
     }
     folder = tmp_path_factory.mktemp("launch") / "run"

@@ -62,8 +62,9 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
     pidfd = os.pidfd_open(pid)
 
     def output() -> str:
-        text = log.read_text()[before:] if log.exists() else ""
-        return text + (events.read_text()[seen:] if events.exists() else "")
+        new = (path.read_bytes()[begin:] for path, begin in ((log, before), (events, seen))
+               if path.exists())
+        return b"".join(new).decode(errors="replace")  # a character may be half written
 
     deadline_s = time.monotonic() + DEADLINE_S
     ended = False

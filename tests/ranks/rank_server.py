@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -46,6 +47,8 @@ def serve(fd: int) -> NoReturn:
         importlib.import_module(name)
     # The first call reads the sources of its classes.
     importlib.import_module("trainer.config.command_line").parse_config([])
+    gc.collect()
+    gc.freeze()  # as the launcher's fork server does
     while True:
         try:
             request = client.recv()

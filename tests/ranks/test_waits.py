@@ -23,17 +23,17 @@ from trainer.distributed.world import World
 from trainer.resilience import processes
 
 
-def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:
-    """Run `wait` in this thread; what another one sees of it for half a second, then `release`."""
+def standing(wait: Callable[[], Any], release: Callable[[], Any], expected: WaitsFor) -> str:
+    """Run `wait` in this thread, and `release` in another one, which has then seen this one wait
+    for `expected` for half a second, or waited a minute for that; what it saw last."""
     me, seen = threading.get_ident(), list[WaitsFor]()
 
     def look() -> None:
-        began_s = time.monotonic()
-        while time.monotonic() - began_s < 0.5:
-            now = waits_for(me, sys._current_frames().get(me))
-            if not seen or now is not seen[-1]:
-                seen.append(now)
-                began_s = time.monotonic()
+        began_s = since_s = time.monotonic()
+        while time.monotonic() - since_s < 0.5 and time.monotonic() - began_s < 60:
+            seen.append(waits_for(me, sys._current_frames().get(me)))
+            if seen[-1] is not expected:
+                since_s = time.monotonic()
             time.sleep(0.01)
         release()
 
@@ -43,7 +43,7 @@ def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:
         wait()
     finally:
         thread.join()
-    return seen[-1]
+    return seen[-1].value
 
 
 def beside_a_stopped_peer(where: str) -> str:
@@ -63,10 +63,11 @@ def beside_a_stopped_peer(where: str) -> str:
             return ""
 
         def resume() -> None:
-            assert processes.is_stopped(peer)
+            while not processes.is_stopped(peer):
+                time.sleep(0.01)
             os.kill(peer, signal.SIGCONT)
 
-        return standing(call, resume).value
+        return standing(call, resume, WaitsFor.PEERS)
 
 
 def backward(loss: Tensor) -> None:
@@ -94,7 +95,7 @@ class Stuck(torch.autograd.Function):
         return gradients[0]
 
 
-def in_user_code(where: str) -> str:
+def in_user_code(where: str, whom: str) -> str:
     """In a rank: what is seen of a thread that stands in code of the user's."""
     event = Stuck.event
     loss = Stuck.apply(torch.ones(1, requires_grad=True)).sum()
@@ -109,13 +110,13 @@ def in_user_code(where: str) -> str:
 
     wait = {"a loop": loop, "a hook in backward": lambda: backward(loss), "the device": device}[
         where]
-    return standing(wait, event.set).value
+    return standing(wait, event.set, WaitsFor(whom))
 
 
 @pytest.mark.parametrize(("where", "whom"), [
     ("a loop", "nobody"), ("a hook in backward", "nobody"), ("the device", "device")])
 def test_a_rank_that_stands_in_user_code_waits_for_nobody(ranks, where, whom):
-    assert ranks(1, in_user_code, where, group=False) == [whom]
+    assert ranks(1, in_user_code, where, whom, group=False) == [whom]
 
 
 def at_a_prompt() -> str:
@@ -127,7 +128,7 @@ def at_a_prompt() -> str:
         debugger.use_rawinput = False
         debugger.set_trace()
 
-    return standing(prompt, lambda: os.write(writer, b"continue\n")).value
+    return standing(prompt, lambda: os.write(writer, b"continue\n"), WaitsFor.PERSON)
 
 
 def test_a_rank_at_a_debuggers_prompt_waits_for_a_person(ranks):

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.buffers import Buffers
-from trainer.telemetry.status import Status
+from trainer.checkpoint.snapshot import Live, Snapshot
+from trainer.storage.layout import MODEL
+from trainer.telemetry.status import Phase, Status
 
 
 class StepBoundary:
@@ -23,17 +25,42 @@ class StepBoundary:
     """
 
     def __init__(self, model: nn.Module, status: Status,
-                 warn: Callable[[str], None] = lambda text: None) -> None:
+                 warn: Callable[[str], None] = lambda text: None,
+                 device: torch.device | None = None) -> None:
+        """`device`: by default that of the model."""
         self.buffers = Buffers(model, warn=warn)
         self.only_buffers_change = False
         """Whether a forward changes nothing else of the state, as the warm-up has found."""
         self._status, self._lock = status, threading.Lock()
         self._holds_lock = self._lock.acquire()  # of the main thread
-        self._device = next(model.parameters()).device
-        self._event = torch.cuda.Event() if self._device.type == "cuda" else None
+        self._device = device or next(model.parameters()).device
+        self.on_cuda = self._device.type == "cuda"
+        self._event = torch.cuda.Event() if self.on_cuda else None
+        self._arrival = torch.cuda.Event(blocking=True) if self.on_cuda else None
+        self._parameters = list(model.parameters())
+        self.snapshot = Snapshot(self._device)
+        """Copies of the state for saves, which a GPU may make until the update of the next step."""
+        if self.on_cuda:
+            status.on_phase(self._protect_outside_steps)
 
     def note_constant_parameters(self) -> None:
         self.only_buffers_change = True
+
+    def copy(self, state: Live) -> dict[str, dict[str, Tensor]]:
+        """Copy the state for a save: see `Snapshot.take`."""
+        if not self.on_cuda:
+            return self.snapshot.take(state)
+        moving = {tensor.data_ptr() for tensor in state[MODEL].values()} - {
+            parameter.data_ptr() for parameter in self._parameters}
+        copies = self.snapshot.take(state, moving=moving)
+        self._protect_outside_steps(self._status.phase)
+        return copies
+
+    def _protect_outside_steps(self, phase: Phase) -> None:
+        """From a save to the next update only the forward changes the state, and no parameters;
+        elsewhere anything may change it, such as the exchange of weights and their average."""
+        if phase is not Phase.TRAIN or not self.only_buffers_change:
+            self.snapshot.protect()
 
     def begin_step(self) -> None:
         """Copy the buffers, and let other threads save the boundary."""
@@ -49,7 +76,16 @@ class StepBoundary:
         """Take the lock in the main thread, for the update or for a save. Returns False if the time
         has passed: another thread saves, and ends the process."""
         self._holds_lock = self._holds_lock or self._lock.acquire(timeout=timeout_s)
+        if self._holds_lock:
+            self.snapshot.protect()
         return self._holds_lock
+
+    def wait_for_device(self) -> None:
+        """Wait for what is queued on a GPU. A broadcast is only queued: if its source dies, this
+        rank must not have begun the update, which would wait for it for ever."""
+        if self._arrival is not None:
+            self._arrival.record()
+            self._arrival.synchronize()
 
     def take(self) -> bool:
         """Take the lock in another thread, which may save the boundary then. Returns False if it

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.manifest import StagedCheckpoint
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, restore_model, restore_state
-from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import schema
@@ -25,7 +26,7 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import files, tensorfile
-from trainer.storage.layout import MODEL, STATE
+from trainer.storage.layout import MODEL, OPTIMIZER, STATE
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
@@ -40,6 +41,10 @@ class RunRecord:
     """Further entries of state.json (settings, circumstances)."""
     metrics: Metrics = field(default_factory=Metrics)
     """Each save contains its pending lines and first makes the written ones durable."""
+    generation: int = 0
+    """The least generation of the saves."""
+    mirror: MirrorUploads | None = None
+    """Uploads the saves, on rank 0."""
 
 
 @dataclass
@@ -78,7 +83,8 @@ def reason_not_to_save(
 
 def seconds_needed(events: Path, size: int) -> float | None:
     """Estimated seconds to save `size` bytes at the speed of the last save; None if unknown."""
-    saves = [e for e in read_events(events) if e.get("event") == "save" and e.get("bytes")]
+    saves = [e for e in read_events(events)
+             if e.get("event") == "save" and e.get("bytes") and "seconds" in e]
     return saves[-1]["seconds"] * size / saves[-1]["bytes"] if saves else None
 
 
@@ -98,16 +104,17 @@ class Checkpointer:
     def __init__(
         self, *, store: Store, state: TrainState, world: World, log: Log, record: RunRecord,
         config: schema.Checkpoint, marks: ProgressMarks | None = None,
+        boundary: StepBoundary | None = None,
     ) -> None:  # fmt: skip
-        self.store = store
-        self.generation = 0
+        self.store, self.generation = store, record.generation
         self.waits = 0
         """Saves that had to wait for the previous one."""
         self.blocked_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self._state, self._world, self._log = state, world, log
         self._record, self._config, self._marks = record, config, marks or ProgressMarks()
-        self._snapshot = Snapshot()
+        self._mirror = record.mirror
+        self._boundary = boundary or StepBoundary(state.model, log.status)
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._job: SaveJob | None = None  # the last one of this rank's writer
@@ -153,9 +160,13 @@ class Checkpointer:
         return f"step {self._job.step} was not saved: {kind}{error}"
 
     @property
-    def must_fail(self) -> bool:
-        """Whether a save has failed on this rank and --checkpoint.on-error is stop."""
-        return self._config.on_error == "stop" and self.failure is not None
+    def fatal(self) -> TrainerError | None:
+        """Why this rank's saves must end the run: one or its upload has failed and
+        --checkpoint.on-error is stop, or another start has taken over the mirror."""
+        if self._mirror is not None and self._mirror.error is not None:
+            return self._mirror.error
+        why = self.failure or (self._mirror and self._mirror.failure)
+        return SaveFailed(why) if why and self._config.on_error == "stop" else None
 
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; repeated calls save it once. Raises
@@ -191,12 +202,18 @@ class Checkpointer:
         if not is_best and (not writes or self._unconfirmed_best is not None):
             return
         has_copy = writes or self._world.rank == 1
-        copy = self._snapshot.take(self._state.tensors()) if has_copy else {}
+        copy = self._boundary.copy(self._state.tensors()) if has_copy else {}
         job = self._make_job(self._started_kind, copy)
         if is_best:
             self._unconfirmed_best = job
         if writes:
             self._submit(job)
+
+    def allocate(self) -> None:
+        """Make the memory for the copies of a GPU's state now: it would hold up the first save."""
+        if self._world.writes_run_dir:
+            self._boundary.snapshot.allocate(self._state.tensors() | {
+                OPTIMIZER: self._state.expected_optimizer_tensors()})
 
     def settle(self) -> None:
         """Collective. Wait until the last save is durable; if it failed, save again, on a full disk
@@ -277,7 +294,8 @@ class Checkpointer:
         if kept:
             tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
                        for file, entries in tensors.items()}
-        copy = self._snapshot.take(tensors, pin=False)  # pinning would wait for a stuck kernel
+        # Pinning would wait for a stuck kernel.
+        copy = self._boundary.snapshot.take(tensors, pin=False)
         self._write_alone(self._make_job("survivor", copy))
         return step
 
@@ -286,6 +304,7 @@ class Checkpointer:
         with self.store.stage(job.step, generation=self.generation, wait_s=wait_s) as stage:
             if not self.store.holds(job.step, self.generation):
                 self._write_files(stage, job)
+        self._offer(job)
 
     def _make_job(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> SaveJob:
         step = self._state.progress.step
@@ -313,14 +332,21 @@ class Checkpointer:
             job.error = error  # reported by the main thread at the next boundary
             return
         job.is_published = True
+        self._offer(job)
         try:
             self._verify_restored_best(job)
             if job.error is None:
-                self.store.prune(protect=job.protect)
+                self.store.prune(protect=job.protect | (
+                    set() if self._mirror is None else self._mirror.in_use))
         except (OSError, TrainerError) as error:
             self._log.warning(f"older checkpoints could not be deleted: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
+
+    def _offer(self, job: SaveJob) -> None:
+        """Offer a save that is on disk to the mirror."""
+        if self._mirror is not None:
+            self._mirror.offer(job.step, always=job.kind != "periodic")
 
     def _verify_restored_best(self, job: SaveJob) -> None:
         """Verify the best weights of an earlier attempt before older checkpoints are pruned; at the
@@ -343,6 +369,7 @@ class Checkpointer:
             f"{before} and computes them again")
 
     def _write_files(self, stage: StagedCheckpoint, job: SaveJob) -> None:
+        self._boundary.snapshot.wait()  # `take` may have been called again only after this job
         if names := self._state.nonfinite_parameters(job.tensors[MODEL]):
             raise NonFinite(f"step {job.step} has NaN or infinite weights ({', '.join(names)}); "
                             "such a checkpoint is never kept")
@@ -355,7 +382,8 @@ class Checkpointer:
     def load(self, found: CheckpointRef) -> None:
         """Collective. Load a checkpoint into the live tensors of all ranks."""
         restore_state(found, self.store, self._state, self._world, self._log)
-        self.generation = abandon_newer(found, self.store, self._world, self._log)
+        self.generation = max(abandon_newer(found, self.store, self._world, self._log),
+                              self._record.generation)
         now = self._state.progress
         self._started = self._confirmed = (
             NOTHING if found.path else (now.step, now.validated))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.checkpoint.mirror import MirrorEntry, MirrorSource
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -24,8 +24,9 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError, from_rank, listed
 from trainer.optim.optimizers import has_modes
 from trainer.storage import layout, tensorfile
-from trainer.storage.files import display_path
+from trainer.storage.files import display_path, open_regular
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE, step_name
+from trainer.storage.records import read_record
 from trainer.telemetry.events import Log
 
 CHUNK_BYTES = 1 << 26
@@ -51,26 +52,33 @@ class CheckpointRef:
 
 
 def find_checkpoint(
-    store: Store, world: World, run_id: str, *, newest: int | None = None
-) -> CheckpointRef | None:
-    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read; its
-    holder verifies it. None without checkpoints; ConfigError if all are damaged.
+    store: Store, world: World, run_id: str, *, newest: int | None = None,
+    mirror: MirrorSource | None = None,
+) -> CheckpointRef | None:  # fmt: skip
+    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read, or that
+    is in the mirror (given on rank 0), from which it is fetched; its holder verifies it. None
+    without checkpoints; ConfigError if all are damaged.
 
     If the checkpoint of the best weights is gone or has files of another size, the newest one from
     before it is selected, if any: resuming there computes them again.
     """
+    mirror = mirror or MirrorSource()
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
+    bad_remote: set[tuple[int, int]] = set()
     while True:
         here = store.checkpoints()
         mine = [[i.generation, i.step] for i in here if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        seen = world.gather_json({"good": mine, "broken": broken})
+        remote = [[e.generation, e.step] for e in mirror.entries
+                  if (e.generation, e.step) not in bad_remote
+                  and (newest is None or e.step <= newest)]
+        seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
-        every = [tuple(pair) for view in seen for pair in view["good"]]
+        every = [tuple(pair) for view in seen for pair in (*view["good"], *view["remote"])]
         if not every:
             if without_best is not None:
                 return without_best
@@ -80,16 +88,21 @@ def find_checkpoint(
                     "Restore one from a backup, or start again in another --run-dir."]))
             return None
         latest = max(every)
-        holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
+        holder = next((r for r, view in enumerate(seen) if list(latest) in view["good"]), None)
         try:
-            found = _read_by(holder, latest[1], store, world)
+            if holder is None:
+                _fetch(mirror, latest, store, world)
+            found = _read_by(holder or 0, latest[1], store, world)
         except CheckpointDamaged as error:
             why = str(error)
+            if holder is None:
+                bad_remote.add(latest)
         else:
+            bad_remote.add(latest)  # it is on a disk now
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(world.gather_json(store.checksum(best))):
+                if best in (0, found.step) or _has_best(best, mirror, store, world):
                     return found
                 without_best = found
             elif found.step < best:
@@ -100,15 +113,37 @@ def find_checkpoint(
         bad.add(latest)
 
 
+def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> None:
+    """Collective. Fetch a checkpoint from the mirror to the disk of rank 0. Raises
+    CheckpointDamaged on all ranks."""
+    entry = MirrorEntry(*latest)
+    world.fail_together(lambda: mirror.fetch(entry, store) if world.is_main else None)
+
+
+def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bool:
+    """Collective. Whether a rank has the checkpoint of the best weights, or can fetch it."""
+    if any(world.gather_json(store.checksum(best))):
+        return True
+    held = world.broadcast_json(
+        max((e.generation for e in mirror.entries if e.step == best), default=None))
+    if held is None:
+        return False
+    try:
+        _fetch(mirror, (held, best), store, world)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
 def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:
     """Collective. Verify a checkpoint on the rank that has it, and read its state.json. Raises
     CheckpointDamaged on all ranks."""
     report: dict[str, Any] = {}
     if holder == world.rank:
         try:
-            report["state"] = json.loads((store.verify(step).path / STATE).read_bytes())
+            report["state"] = read_record(store.verify(step).path / STATE) or {}
             SavedState.from_json(report["state"])
-        except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
+        except (CheckpointDamaged, OSError) as error:
             report = {"why": str(error)}
     report = world.broadcast_json(report, holder)
     if "why" in report:
@@ -137,6 +172,7 @@ def _locate(path: Path) -> dict[str, Any]:
         return {"why": "there is no such folder"}
     if not os.access(path, os.R_OK | os.X_OK):
         return {"why": "the folder can't be read"}
+    path = path.resolve()  # the user's own path may be a link
     if match := re.fullmatch(layout.STEP_NAME, path.name):
         return {"step": int(match[1]), "path": str(path), "skipped": []}
     found, skipped = Store(path / layout.CHECKPOINTS).newest_valid()
@@ -220,7 +256,7 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     if not any(every):
         return False
     holder = next(rank for rank, checksum in enumerate(every) if checksum)
-    own = world.fail_together(lambda: json.loads((store.find(step).path / STATE).read_bytes())
+    own = world.fail_together(lambda: read_record(store.find(step).path / STATE)
                               if world.rank == holder else None)
     saved = SavedState.from_json(world.broadcast_json(own, holder))
     needed = (MODEL, EMA, *[OPTIMIZER] * has_modes(state.optimizer))  # eval() depends on its state
@@ -233,8 +269,9 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
 
 def _load(store: Store, step: int) -> dict[str, dict[str, Tensor]]:
     """The tensors of a checkpoint, by file."""
-    return {path.name: tensorfile.load_tensors(path)
-            for path in store.find(step).path.glob("*.safetensors")}
+    info = store.find(step)
+    return {name: tensorfile.load_tensors(info.path / name)
+            for name in (MODEL, OPTIMIZER, EMA) if name in info.manifest["files"]}
 
 
 def _receive(
@@ -244,11 +281,12 @@ def _receive(
     """Collective. Broadcast tensor files of a checkpoint from its holder, and load them."""
 
     def find() -> dict[str, Path]:
-        folder = store.find(found.step).path
-        return {path.name: path for path in sorted(folder.iterdir()) if path.name in names}
+        info = store.find(found.step)
+        return {name: info.path / name for name in sorted(info.manifest["files"])
+                if name in names}
 
     files = world.fail_together(find if found.holder == world.rank else dict)
-    return {name: tensorfile.parse_tensors(b"".join(chunks))
+    return {name: tensorfile.parse_tensors(b"".join(chunks), f"{step_name(found.step)}/{name}")
             for name, chunks in broadcast_files(files, found.holder, world).items()}
 
 
@@ -265,7 +303,7 @@ def broadcast_files(
 def _broadcast_file(
     path: Path | None, size: int, holder: int, world: World
 ) -> Iterator[memoryview]:
-    with contextlib.nullcontext() if path is None else path.open("rb") as file:
+    with contextlib.nullcontext() if path is None else open(open_regular(path), "rb") as file:
         for start in range(0, size, CHUNK_BYTES):
             chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
             if file is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.config.fields import SEVERAL, flag_of
 from trainer.config.schema import Config, without_unread
+from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, listed
 
 _CHOOSERS = ("optim", "schedule")
@@ -37,8 +38,9 @@ class ResumeDecision:
 
 
 def settings(config: Config[Any]) -> dict[str, Any]:
-    """All settings by dotted name, as JSON values; checkpoints store them."""
-    return {name: _plain(value) for name, value, _ in config.leaves()}
+    """All settings by dotted name, as JSON values, secret ones masked; checkpoints store them."""
+    return {name: hidden(_plain(value)) if is_secret(name) else _plain(value)
+            for name, value, _ in config.leaves()}
 
 
 def _plain(value: Any) -> Any:
@@ -59,7 +61,8 @@ def compare_settings(
         saved: `settings` of the attempt that wrote the checkpoint.
         now, then: circumstances of this attempt and of that one: "data" (fingerprint of the
             training data), "splits" (those of the others), "task" (path), "code" (hashes of files),
-            "packages" (versions) and `VALUES`. Those that older checkpoints lack are not compared.
+            "packages" (versions), "gpu" (see `circumstances`) and `VALUES`. Those that older
+            checkpoints lack are not compared.
         before: reasons of earlier attempts why the run is only equivalent; they stay.
 
     Raises:
@@ -141,10 +144,12 @@ def _changed_values(
     for name in VALUES:
         if name in then and now.get(name) != then[name]:
             yield name, f"{name.replace('_', ' ')} was {then[name]} and is {now.get(name)}"
-    here, there = now.get("packages", {}), then.get("packages", {})
-    for name in here:
-        if here[name] != there.get(name, here[name]):
-            yield name, f"{name} was {there[name]} and is {here[name]}"
+    for group in ("packages", "gpu"):
+        here, there = now.get(group, {}), then.get(group, {})
+        for name in here:
+            if here[name] != there.get(name, here[name]):
+                verbs = ("were", "are") if name.startswith("the ") else ("was", "is")
+                yield name, f"{name} {verbs[0]} {there[name]} and {verbs[1]} {here[name]}"
 
 
 def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +157,8 @@ def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]
     saved them didn't have."""
     defaults = {name: value for name, value in settings(Config(task=config.task)).items()
                 if not name.startswith("task.")}
-    return defaults | dict.fromkeys(saved) | without_unread(saved)
+    masked = {name: hidden(value) if is_secret(name) else value for name, value in saved.items()}
+    return defaults | dict.fromkeys(saved) | without_unread(masked)
 
 
 def _refuse(refused: Mapping[str, str]) -> None:

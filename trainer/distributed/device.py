@@ -92,6 +92,25 @@ def _quota_in(folder: Path) -> Iterator[float]:
                 yield int(quota) / int(period)
 
 
+def describe_gpus(device: torch.device, local_size: int) -> str:
+    """The GPUs of the ranks on this host, and whether each reaches the memory of every other one
+    directly: NCCL plans its sums by that. Unknown if each rank sees only its own."""
+    links, numbers = "", range(local_size)
+    if 1 < local_size <= torch.cuda.device_count():
+        direct = all(torch.cuda.can_device_access_peer(one, other)
+                     for one in numbers for other in numbers if one != other)
+        links = f", {'with' if direct else 'without'} peer access"
+    return f"{local_size} × {torch.cuda.get_device_name(device)}{links}"
+
+
+def driver_version(file: Path = Path("/sys/module/nvidia/version")) -> str | None:
+    """Version of NVIDIA's driver; None if unknown."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
 def device_mb(device: torch.device) -> float:
     """Peak memory of this process's tensors on a GPU, in MB."""
     return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)

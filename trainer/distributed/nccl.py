@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 SETTINGS = {
     # Not to abort NCCL after an error from a thread: queued kernels would run on garbage before
@@ -14,6 +15,9 @@ SETTINGS = {
     # Not to end the process 100 ms after a CUDA error (pytorch #126544).
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
+_NO_CHANGE_OF_BITS = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET", "NCCL_RAS",
+                      "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT")
+"""Variables, or their beginnings, that don't decide how NCCL sums."""
 _SET_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -23,3 +27,11 @@ def configure() -> list[str]:
     os.environ[_SET_BY_TORCHRUN] = SETTINGS[_SET_BY_TORCHRUN]
     return [f"{name}={found}" for name, value in SETTINGS.items()
             if (found := os.environ.setdefault(name, value)) != value]
+
+
+def chosen_sums(env: Mapping[str, str] = os.environ) -> str:
+    """The user's variables that may decide in which order NCCL sums: NCCL_ALGO, NCCL_PROTO, and the
+    numbers of channels and threads, transports, topology files, …"""
+    found = [f"{name}={value}" for name, value in sorted(env.items())
+             if name.startswith("NCCL_") and not name.startswith(_NO_CHANGE_OF_BITS)]
+    return " ".join(found) or "none"

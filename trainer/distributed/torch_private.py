@@ -27,6 +27,12 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_in_bad_fork() -> bool:
+    """Whether this process can't use CUDA because the one it is forked from has asked the driver.
+    `torch.cuda.is_initialized` shows only a context, not `torch.cuda.is_available()`."""
+    return bool(torch.cuda._is_in_bad_fork())  # type: ignore[no-untyped-call]
+
+
 def set_timeout(group: ProcessGroup, timeout_s: float) -> None:
     """Set the timeout of all later collectives of a group, including those of DDP and user code.
     Public functions set it only when the group is made."""

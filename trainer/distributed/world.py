@@ -94,7 +94,8 @@ class World:
         """Key-value store of this attempt; None in a world of one. It has one locked connection: a
         thread that may block in it uses `store.clone()`."""
         self.group: dist.ProcessGroup | None = None
-        """For gradients (gloo on CPU, nccl on CUDA); None in a world of one."""
+        """For gradients (gloo on CPU, nccl on CUDA); None in a world of one, and on CUDA before
+        `connect_gpus`."""
         self.users_nccl_settings: list[str] = []
         self.interface: str | None = None  # None: torch or the user chooses it
         self.has_nodes = launch.local_size < launch.size
@@ -145,26 +146,48 @@ class World:
         on_cuda = self.device.type == "cuda"
         timeout, long_timeout = (
             timedelta(seconds=s) for s in (self._current_timeout_s, self._long_timeout_s))
-        # The default group is the user's. On CUDA its NCCL connections are made at its first use.
+        # The default group is the user's. On CUDA its NCCL connections are made at its first use,
+        # and those of the gradients by `connect_gpus`.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=self.store, rank=self.rank,
             world_size=self.size, timeout=long_timeout)
         # A library may open and close connections of its own, as NCCL does: only those of gloo's
         # groups show the death of a peer.
         before = sockets.connections()
-        self._metrics, self._control, *gradients = (
+        self._metrics, self._control = (
             cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
-            for limit in (timeout, long_timeout, *[timeout] * (not on_cuda)))
+            for limit in (timeout, long_timeout))
+        self._refuse_different_devices()
+        if not on_cuda:
+            self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         self._inodes = frozenset(
             inode for inode, ports in sockets.connections().items()
             if inode not in before and self.launch.master_port not in ports)
-        if on_cuda:
-            self._refuse_shared_device()
-        self.group = cast(dist.ProcessGroup, gradients[0] if gradients else dist.new_group(
-            backend="nccl", timeout=long_timeout, device_id=self.device))
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
+
+    def connect_gpus(self) -> None:
+        """Collective. Make NCCL's connections. Its initialisation waits for a missing rank without
+        a limit, so the watchdog must be running."""
+        if self.size > 1 and self.device.type == "cuda":
+            self._refuse_shared_device()
+            with waiting_for(WaitsFor.DEVICE):
+                self.group = cast(dist.ProcessGroup, dist.new_group(
+                    backend="nccl", timeout=timedelta(seconds=self._long_timeout_s),
+                    device_id=self.device))
+
+    def _refuse_different_devices(self) -> None:
+        """Collective. Refuse ranks on GPUs beside ranks on CPUs: no group has both."""
+        everywhere = self.gather_json(self.device.type)
+        if len(set(everywhere)) > 1:
+            ranks = "; ".join(
+                f"{kind}: {errors.listed(r for r, k in enumerate(everywhere) if k == kind)}"
+                for kind in sorted(set(everywhere)))
+            raise errors.from_rank(0, ConfigError(
+                f"--device: the ranks have different devices ({ranks}). A host whose GPUs "
+                "PyTorch does not find (see nvidia-smi there) has to be left out, or use "
+                "--device cpu."))
 
     def _refuse_shared_device(self) -> None:
         """Collective. Refuse a GPU that several ranks use: NCCL would wait for ever."""

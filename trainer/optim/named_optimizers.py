@@ -101,7 +101,7 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
     if not isinstance(made, Mapping) or not made:
         raise ConfigError(f"{WHAT} returned {type(made).__name__}; it {form}.")
     members, owner = dict[str, Member](), dict[Tensor, str]()
-    names = {p: n for n, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     for name, value in made.items():
         parts = value if isinstance(value, tuple | list) else (value,)
         kinds = {kind: [p for p in parts if isinstance(p, kind)]
@@ -110,6 +110,9 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
                 kinds[torch.optim.Optimizer]) != 1 or sum(map(len, kinds.values())) != len(parts):
             raise ConfigError(f"{WHAT} has {name!r}: {type(value).__name__}; it {form}, with names "
                               "such as generator.")
+        optimizer: Any
+        schedule: Any
+        clip: Any
         optimizer, schedule, clip = (next(iter(found), None) for found in kinds.values())
         refuse_closure(type(optimizer), f"{WHAT}, {name!r}")
         if has_modes(optimizer):

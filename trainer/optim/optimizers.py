@@ -167,6 +167,23 @@ def make_optimizer(config: Optim, model: nn.Module,
     return optimizer
 
 
+def expected_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """Tensors of the sizes that the first update of AdamW and SGD adds to the optimizer's state;
+    empty for other optimizers, whose state nobody knows before."""
+    expected: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        if type(optimizer) is torch.optim.AdamW:
+            keys = ("exp_avg", "exp_avg_sq", *("max_exp_avg_sq",) * bool(group["amsgrad"]))
+        else:
+            is_sgd = type(optimizer) is torch.optim.SGD
+            keys = ("momentum_buffer",) * (is_sgd and group["momentum"] != 0)
+        for parameter in group["params"] if keys else ():
+            expected[parameter] = dict.fromkeys(keys, parameter)
+            if group["fused"] and "exp_avg" in keys:  # otherwise it is on the host
+                expected[parameter]["step"] = parameter.new_empty((), dtype=torch.float32)
+    return expected
+
+
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the model's parameters hold other weights in evaluation, by `eval()` and `train()` of
     the optimizer (as a schedule-free one has)."""

@@ -101,7 +101,23 @@ _SHORTAGE = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
     "no space left on device|disk quota exceeded|too many open files", re.IGNORECASE)
 
+_GPU_MEMORY = re.compile(
+    r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure \d+ 'out of memory'")
+"""GPU memory that runs out outside of torch's allocator: a context, cuBLAS, cuDNN, NCCL."""
+_GPU = (
+    ("device-side assert", "an index in a kernel is out of range, such as a label above the number "
+     "of classes, or a token above the vocabulary; CUDA_LAUNCH_BLOCKING=1 shows its line"),
+    ("illegal memory access|misaligned address|unspecified launch failure",
+     "a kernel has failed before this line; CUDA_LAUNCH_BLOCKING=1 shows which"),
+    ("uncorrectable ecc|uncorrectable nvlink|fallen off the bus|hardware stack error",
+     "the GPU or its link is faulty (dmesg | grep Xid; nvidia-smi -q): leave it out"),
+    ("re-initialize cuda in forked",
+     "the data set uses the GPU, which loader processes can't; do that in loss(), or use "
+     "--data.workers 0"),
+)
+"""Errors of a GPU, which the host meets later, at any line: a pattern, and the remedy."""
 _LIMITS = (
+    *_GPU,
     ("too many open files", "raise the limit of open files: ulimit -n 4096"),
     ("file too large", "raise the limit of a file's size: ulimit -f unlimited"),
     (r"\[errno 12\]|failed to map segment",
@@ -114,8 +130,25 @@ _LIMITS = (
     ("disk quota exceeded", "make room, or raise the quota"),
     ("no space left on device", "make room on that disk"),
 )
-"""Exhausted resources: a pattern of the message, and the remedy. Of torch's RuntimeErrors and the
-dynamic linker's ImportErrors only the message tells."""
+"""Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's
+RuntimeErrors and the dynamic linker's ImportErrors only the message tells."""
+
+_NONDETERMINISTIC = re.compile(r"([\w ]+?) does not have a deterministic implementation")
+_DETERMINISTIC = (
+    ("nll_loss2d", "put the class axis last: cross_entropy(logits.movedim(1, -1).flatten(0, -2), "
+                   "target.flatten()), as trainer.losses has it"),
+    ("upsample_", "use torch.nn.Upsample(mode='nearest'), repeat_interleave or a transposed "
+                  "convolution"),
+    ("adaptive_avg_pool|adaptive_max_pool|adaptivemaxpool",
+     "use mean() or amax() over the axes, or a pooling of a fixed kernel size"),
+    ("max_pool3d|avg_pool3d|fractional_max_pool|max_unpool", "use a convolution with a stride"),
+    ("reflection_pad|replication_pad", "pad with zeros, or by torch.cat of slices"),
+    ("cumsum", "sum integers, or in float on the CPU"),
+    ("kthvalue|median", "use sort()"),
+    ("bincount|histc", "use new_zeros(bins).index_add_(0, places, weights)"),
+    ("embedding_bag", "use mode='sum' or 'mean'"),
+)
+"""Operations of torch without a deterministic kernel on a GPU: a pattern, and what has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +182,8 @@ def diagnose(error: BaseException) -> Diagnosis:
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it at an arbitrary line of the rank
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
-        "DefaultCPUAllocator" in text and "memory" in text)
+        "DefaultCPUAllocator" in text and "memory" in text) or (
+        isinstance(error, RuntimeError) and _GPU_MEMORY.search(text) is not None)
     memory = "rank" if exhausted else None
     if (exhausted and "DataLoader worker" in text) or (
             worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
@@ -176,15 +210,26 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error at a system limit; "" if none is known."""
+    """Remedy for an error at a system limit, or an operation that torch refuses because it is not
+    deterministic; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
+            text = text_of(seen)
+            if found := _NONDETERMINISTIC.search(text):
+                return _deterministic_remedy(found[1].split()[0])
             for words, helps in _LIMITS:
-                if re.search(words, text_of(seen), re.IGNORECASE):
+                if re.search(words, text, re.IGNORECASE):
                     return helps
         seen = seen.__cause__
     return ""
+
+
+def _deterministic_remedy(operation: str) -> str:
+    other = "".join(f"{helps}, or " for words, helps in _DETERMINISTIC
+                    if re.search(words, operation, re.IGNORECASE))
+    return (f"for exact restarts, {operation} must be replaced in the model or the loss: {other}"
+            "continue with --numerics.deterministic off, without equal bits after a restart")
 
 
 def explain_memory(memory: str, phase: str, config: Any) -> str:

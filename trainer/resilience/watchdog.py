@@ -33,6 +33,7 @@ from trainer.telemetry.step_timing import StepTiming
 TICK_S = 1.0
 LEAST_SILENCE_S = 2.0  # a heartbeat that is missing for less may just be late
 LEAVE_S = 1.5  # from a peer's end until this thread saves and leaves in place of the main thread
+LOOK_S = 0.2  # between two looks at the main thread meanwhile
 
 
 class Watchdog:
@@ -118,14 +119,20 @@ class Watchdog:
         self._wait_for_main_thread()
 
     def _wait_for_main_thread(self) -> None:
-        """Peers are gone: wait for the main thread to leave, else leave in its place."""
+        """Peers are gone: wait for the main thread to leave, else leave in its place. It cannot
+        leave while it waits for a GPU, whose kernel waits for the peers."""
         lost_s = time.monotonic()
         self.marks.report_lost_peer()
         while not self._alarm.stopped:
-            is_readable(self._woken, min(LEAVE_S, max(0.2, self._tick_s)))
             waited_s = time.monotonic() - lost_s
-            if waited_s >= LEAVE_S:
+            if waited_s >= LEAVE_S or self._waits_for_gpu():
                 self._alarm.leave(late=waited_s > self._alarm.late_s)
+            is_readable(self._woken, LOOK_S)
+
+    def _waits_for_gpu(self) -> bool:
+        frame = sys._current_frames().get(self._main_thread)
+        return (self._world.device.type == "cuda"
+                and waits_for(self._main_thread, frame) is WaitsFor.DEVICE)
 
     def _tick(self, now: float) -> None:
         own, limit_s, silent_s = self._look(now), self._pace.limit_s, 0.0

@@ -6,6 +6,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -18,6 +19,8 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
+from trainer.checkpoint.mirror import MirrorEntry
+from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
@@ -30,6 +33,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
+from trainer.config.secrets import is_secret
 from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -43,7 +47,7 @@ from trainer.optim.optimizers import FrozenAtFirst
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
-from trainer.run import circumstances, run_dir, startup_checks
+from trainer.run import circumstances, mirroring, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
@@ -91,7 +95,7 @@ def build(
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
-                  timing=recorders.timing)
+                  timing=recorders.timing, mirror=folder.mirror)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validation=validation, test=test,
                     recorders=recorders, guard=guard)
@@ -100,13 +104,22 @@ def build(
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     """Collective. Find out which run the folder holds; nothing is written yet."""
     config, world, path = context.config, context.world, context.path
-    identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
+    source = world.fail_together(partial(
+        mirroring.look, context, partial(run_dir.take_lock, path, lock, world)))
+    identity = run_dir.identify_run(path, world, context.log, resume=config.resume,
+                                    mirrored=source.record)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
-                  keep_every=setup.steps(config.checkpoint.keep_every) or None,
+    keep, keep_every = config.checkpoint.keep, setup.steps(config.checkpoint.keep_every) or None
+    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=keep, keep_every=keep_every,
                   guard=lock.committing, mark=context.marks.mark)
-    return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
+    every = config.checkpoint.mirror_every
+    policy = MirrorPolicy(every=None if every == "auto" else setup.steps(every), keep=keep,
+                          keep_every=keep_every)
+    return RunFolder(
+        identity=identity, lock=lock, store=store, faults=faults, source=source,
+        mirror=mirroring.make_uploads(source, store, path, policy, context.log),
+        generation=mirroring.next_generation(source, store, world))
 
 
 def _find_resumption(
@@ -116,8 +129,8 @@ def _find_resumption(
     Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
-    doubts = startup_checks.check_stream(setup, context.log, config.seed)
     if found is None:
+        doubts = startup_checks.check_stream(setup, world, context.log, config)
         report, more = _initialize(context, setup)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
@@ -132,12 +145,14 @@ def _find_resumption(
     check_fit(found, folder.store, setup.model, world)
     setup, where = carry_over(config, setup, found)
     setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
-    setup.lengths.load_state_dict(saved.parts["horizon"])
+    if "horizon" in saved.parts:
+        setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=[*saved.inexact, *doubts])
+                                              before=saved.inexact)
     context.status.move_to(position)
-    if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
+    is_over = position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited
+    if is_over and not world.broadcast_json(folder.source.lacks_product(position)):
         run_dir.refuse_finished(context.path, world, position)
     if where:
         decision = replace(decision, changes=(*decision.changes, where))
@@ -147,7 +162,10 @@ def _find_resumption(
 def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
     """Collective. Find this run's newest checkpoint, which takes precedence over --resume PATH."""
     config, world, log = context.config, context.world, context.log
-    found = find_checkpoint(folder.store, world, folder.identity.run_id)
+    found = find_checkpoint(folder.store, world, folder.identity.run_id, mirror=folder.source)
+    if found is not None:
+        entry = MirrorEntry(found.generation, found.step)
+        world.fail_together(partial(folder.source.restore_records, entry, context.path))
     if config.resume not in ("auto", "never"):
         if found is None:
             found = find_checkpoint_at(context.resume_from, world)
@@ -180,13 +198,16 @@ def _enter_folder(
     is_over = resumption.position >= setup.intervals.total
     world.fail_together(partial(_make_room, context, folder.store, is_over=is_over))
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
-    folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
+    folder.given_hints.update(event["hint"] for event in events if "hint" in event)
     # If configuration or task have changed, a failure at the same step is no repetition.
     version = circumstances.hash_json(
         [command_line.to_toml(config), resumption.circumstances["code"]])
     run_dir.begin(path, events, world, log, position=resumption.position, version=version,
                   max_same_step=config.restart.max_same_step)
+    world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
+                                path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
+    mirroring.start_uploads(folder.mirror, resumption.found)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
@@ -206,7 +227,7 @@ def _make_trainable(
 ) -> Trainable:
     """Collective. Wrap the model, and make its state, which is not restored yet."""
     config, world, marks = context.config, context.world, context.marks
-    boundary = StepBoundary(setup.model, context.status, context.log.warn_once)
+    boundary = StepBoundary(setup.model, context.status, context.log.warn_once, world.device)
     progress, health = TrainProgress(), Health(config.nonfinite)
     if resumption.found is not None:
         progress.restore(resumption.found.state.progress)
@@ -226,8 +247,9 @@ def _make_trainable(
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
-        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
-        config=config.checkpoint)
+        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt,
+                         generation=folder.generation, mirror=folder.mirror),
+        config=config.checkpoint, boundary=boundary)
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
@@ -296,6 +318,7 @@ def _arm(
         computes.of_step(state.progress.step + 1).objective.inject_nan()
 
     def flip() -> None:
+        checkpoint.abandon()  # a save in flight may still read it
         parameter = next(p for p in state.model.parameters() if p.numel())
         memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
         memory.set_(parameter.untyped_storage())[0] ^= 1
@@ -305,9 +328,10 @@ def _arm(
         if not (saved := folder.store.checkpoints()):
             raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet")
         newest = saved[-1].path / layout.MODEL
-        data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 1
-        newest.write_bytes(data)
+        with open(files.open_regular(newest, os.O_RDWR), "r+b") as file:
+            middle = os.fstat(file.fileno()).st_size // 2
+            byte = os.pread(file.fileno(), 1, middle)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), middle)
 
     def no_space() -> None:
         raise fault_injection.no_space(folder.store.folder)
@@ -373,11 +397,14 @@ def _write_description(
 ) -> None:
     """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
+    has_secret = any(is_secret(name) and value for name, value, _ in config.leaves())
+    files.replace_text(path / layout.CONFIG, command_line.to_toml(config),
+                       mode=0o600 if has_secret else 0o666)
     label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         label, why = "equivalent", "--numerics.deterministic is off"
     elif world.device.type == "mps":
         label, why = "equivalent", "mps has no deterministic kernels"
+    gpu = {key: value for key, value in resumption.circumstances.items() if key == "gpu"}
     files.replace_json(path / layout.ENVIRONMENT,
-                       run_dir.environment(world, card, label=label, why=why))
+                       run_dir.environment(world, {**card, **gpu}, label=label, why=why))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import json
+import os
 import platform
 import sys
 import sysconfig
@@ -20,19 +21,26 @@ import xxhash
 
 import trainer
 from trainer.config import command_line
+from trainer.distributed import nccl
+from trainer.distributed.device import describe_gpus, driver_version
 from trainer.optim.named_optimizers import members_of
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
+from trainer.storage.files import read_file
 from trainer.task import SPLITS
 
+_OWN = Path(trainer.__file__).parent
+_FOLDERS = tuple(f"{folder}/" for folder in (
+    sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OWN, _OWN.parent / "launch"))
 _HASHES: dict[str, tuple[Any, str]] = {}
 """Module → its specification, which a reload replaces, and the hash of its file when it was first
 asked for: ranks are forked with the code that the launcher's server has imported."""
 
 
 def find(context: Context, setup: Setup) -> dict[str, Any]:
-    """The circumstances of this attempt, as JSON values; see `compatibility.compare_settings`."""
+    """Collective. The circumstances of this attempt, as JSON values; see
+    `compatibility.compare_settings`."""
     world = context.world
     objects = (getattr(setup.task, "given", setup.task), setup.optimizer,
                *[member.optimizer for member in members_of(setup.optimizer).values()],
@@ -47,7 +55,22 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
         **library_versions(),
         "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
         "packages": {name: package_version(name) for name in sorted(_packages(classes))},
-        "code": loaded_code(classes)}
+        "code": loaded_code(classes),
+        **({"gpu": _of_gpus(context)} if world.device.type == "cuda" else {})}
+
+
+def _of_gpus(context: Context) -> dict[str, str | None]:
+    """Collective. Facts on which only sums on GPUs depend. NCCL's order of a sum follows its
+    version, its settings and the topology; the rank-invariant reduction doesn't use it."""
+    world = context.world
+    facts = {"CUDA": torch.version.cuda, "NVIDIA driver": driver_version(),
+             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
+    if world.size > 1 and context.config.parallel.reduction == "ddp":
+        own = describe_gpus(world.device, world.local_size) if world.local_rank == 0 else None
+        facts |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+                  "the variables of NCCL": nccl.chosen_sums(),
+                  "the GPUs of the hosts": "; ".join(filter(None, world.gather_json(own)))}
+    return dict(world.broadcast_json(facts))  # that of rank 0: hosts may differ
 
 
 def library_versions() -> dict[str, str]:
@@ -61,9 +84,20 @@ def package_version(name: str) -> str | None:
     if version is None:
         try:
             version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, ValueError):  # or no name of a package
             return None
     return str(version)
+
+
+def code_on_disk(names: Iterable[str]) -> dict[str, str]:
+    """File → hash, of those files of `loaded_code` that the import path has, without importing."""
+    found = {}
+    for name in names:
+        for folder in sys.path:
+            with contextlib.suppress(OSError, ValueError):  # no such file there
+                found[name] = xxhash.xxh3_64(read_file(Path(folder, name))).hexdigest()
+                break
+    return found
 
 
 def hash_json(value: Any) -> str:
@@ -108,14 +142,9 @@ def _file_of(module: Any) -> str | None:
     return file if isinstance(file, str) else None
 
 
-@functools.cache
 def _is_installed(file: str) -> bool:
     """Whether a file belongs to Python, an installed package, or the trainer."""
-    own = Path(trainer.__file__).parent
-    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(own),
-               str(own.parent / "launch"))
-    # Debian installs to dist-packages.
-    return "-packages/" in file or file.startswith(tuple(f"{folder}/" for folder in folders))
+    return "-packages/" in file or file.startswith(_FOLDERS)  # Debian: dist-packages
 
 
 def _methods(kind: type) -> Iterator[CodeType]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.manifest import Listing
 from trainer.checkpoint.progress import BestTracker
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
@@ -80,6 +81,8 @@ def finish(run: Run) -> dict[str, Any]:
         run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
+    if run.folder.mirror is not None:
+        run.folder.mirror.offer_product(progress.step)
     for text in run.guard.faults.unfired():
         log.warning(f"--inject {text}: the injected fault was never reached")
     for line in run_dir.closing_lines(summary, display_path(path)):
@@ -95,8 +98,9 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
         weights = run.state.export_weights()
 
         def write() -> None:
-            files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
-            files.replace_json(path / layout.SUMMARY, summary)
+            content = Listing(tensorfile.serialize(weights))
+            files.replace_bytes(path / layout.PRODUCT, content)
+            files.replace_json(path / layout.SUMMARY, {**summary, "product": content.entry})
 
         files.when_not_full(write, run.context.log.warning)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
@@ -42,6 +43,7 @@ class Guard:
     loader: Loader
     metrics: Metrics
     timing: StepTiming
+    mirror: MirrorUploads | None = None
 
     @property
     def current_step(self) -> int:
@@ -64,7 +66,7 @@ class Guard:
         saved = checkpoint.has_unreported_save and self.metrics.flush()
         recorded = world.is_main and self.metrics.sync_if_long()
         stop = self.context.stop.requested
-        return stop, checkpoint.overdue, checkpoint.must_fail, saved, recorded
+        return stop, checkpoint.overdue, checkpoint.fatal is not None, saved, recorded
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""
@@ -73,7 +75,7 @@ class Guard:
         if "recorded" in requests:  # the report is from before this step
             self.metrics.drop(self.state.progress.step - 1)
         if "fail" in requests:
-            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+            raise self.checkpoint.fatal or SaveFailed("rank 0 could not save or upload")
 
     def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler, which the loader has set, while its exception would leave
@@ -109,6 +111,8 @@ class Guard:
                 return False
             if not self.boundary.close(world.launch.grace_s):
                 return False  # another thread saves, and ends the process
+            if self.boundary.on_cuda and not self.boundary.buffers.was_reassigned:
+                return self._save_beside(noticed_s)  # a kernel may wait for the lost rank for ever
             try:
                 self.boundary.buffers.put_back()
             except RuntimeError as error:  # no call succeeds after an error of the GPU
@@ -129,6 +133,11 @@ class Guard:
             return None
         if lost and self.context.world.size > 1:
             self.context.log.event("lost-peer", failed_step=self.current_step)
+        return self._save_beside(noticed_s)
+
+    def _save_beside(self, noticed_s: float) -> bool:
+        """Save the boundary with the copies of the buffers, whatever the main stream of a GPU does.
+        """
         with self.boundary.side_stream():
             kept = {live.data_ptr(): copy for live, copy in self.boundary.buffers.pairs()}
             return self._save_alone(noticed_s, kept)
@@ -178,6 +187,8 @@ class Guard:
 
     def release(self) -> None:
         """Give back what the run holds, in a process that continues."""
+        if self.mirror is not None:
+            self.mirror.close()
         self.loader.close()
         self.lock.close()
         self.checkpoint.store.close()

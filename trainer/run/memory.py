@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.optim.optimizers import expected_state
+
 MIB = 2**20
 
 
@@ -40,10 +42,9 @@ def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
     if tensors := [v for entries in optimizer.state.values() for v in entries.values()
                    if isinstance(v, Tensor)]:
         return _size(tensors)
-    momentum = bool(optimizer.param_groups[0].get("momentum"))
-    copies = {torch.optim.AdamW: 2, torch.optim.SGD: int(momentum)}.get(type(optimizer))
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return None if copies is None else copies * _size(parameters)
+    expected = expected_state(optimizer)
+    known = expected or type(optimizer) is torch.optim.SGD
+    return _size(t for likes in expected.values() for t in likes.values()) if known else None
 
 
 def peak_mb() -> float:

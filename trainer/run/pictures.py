@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.run.model_modes import eval_mode
 from trainer.storage import layout
-from trainer.storage.files import replace_bytes
+from trainer.storage.files import make_subfolder, open_regular, replace_bytes
 from trainer.telemetry.events import Log, writable
 
 ANIMATION, _FRAME_MS = "training.gif", 250
@@ -49,12 +50,13 @@ class Pictures:
         if path.exists() and not again:
             return
         try:
-            with eval_mode(self.model), Buffers(self.model).preserved(set()), torch.no_grad():
+            with eval_mode(self.model), Buffers(self.model).preserved(), torch.no_grad():
                 rng.seed_all(rng.EVALUATE, step)
                 made, data = make()
-            self.folder.mkdir(exist_ok=True)
+            make_subfolder(self.folder)
             aside = path.with_suffix(".tmp")  # not fsynced: the other ranks wait in a step
-            aside.write_bytes(data)
+            with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                file.write(data)
             aside.rename(path)
         except Exception as error:
             what = "text" if path.suffix == ".txt" else "picture"

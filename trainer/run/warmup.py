@@ -83,7 +83,7 @@ def _metric_names(built: BuiltRun) -> Sequence[str]:
         return compute.objective.accumulator.names or ()
     batch = batches.copy_of(built.loader.peek().batch)
     with (eval_mode(model), torch_private.uncompiled(model), torch.no_grad(), compute.autocast(),
-          Buffers(model).preserved(set())):
+          Buffers(model).preserved()):
         return tuple(check_outcome(built.setup.task.loss(model, batch))[1])
 
 
@@ -158,12 +158,12 @@ def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) ->
     (dropout and batch statistics may depend on them, as may buffers that change in eval mode)."""
     context, setup, objective = built.context, built.setup, compute.objective
     world, model = context.world, setup.model
-    buffers, moved = Buffers(model), set[str]()
+    buffers = Buffers(model)
 
     def outcome(batch: Any, key: int) -> Outcome:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
-        with buffers.preserved(moved), torch.no_grad():
+        with buffers.preserved(), torch.no_grad():
             return objective.loss(model, batches.copy_of(batch))
 
     halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
@@ -180,7 +180,7 @@ def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) ->
             problems = []
             context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
                                   f"that it is a sum ({summarize_exception(error)})")
-    mine = [] if moved else problems
+    mine = [] if buffers.moved() else problems
     if found := [problem for rank in world.gather_json(mine) for problem in rank]:
         raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
 

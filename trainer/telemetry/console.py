@@ -27,7 +27,8 @@ class Console(Sink):
         self._log, self._total, self._every, self._clock = log, total, every, clock
         self._start, self._bar = start, None
         self._began = self._shown_s = clock()
-        self._tail = [f"restarts {restarts}"] if restarts else []
+        self._restarts = [f"restarts {restarts}"] if restarts else []
+        self._note: Callable[[], str] = str
         if bar:
             from tqdm import tqdm
 
@@ -37,6 +38,14 @@ class Console(Sink):
             self._bar.refresh()
             # The bar is on stderr, as the log: tqdm.write would use stdout.
             log.write_lines_by(lambda text: tqdm.write(text, file=sys.stderr))
+
+    def show_note(self, note: Callable[[], str]) -> None:
+        """Show the text that `note` returns, if any, after the figures of a step."""
+        self._note = note
+
+    @property
+    def _tail(self) -> list[str]:
+        return [*self._restarts, *filter(None, [self._note()])]
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
@@ -79,7 +88,7 @@ class Console(Sink):
             return
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
-        train = _loss(line["train_loss"], "none").replace("  ", " ")
+        train = _loss(line.get("train_loss"), "none").replace("  ", " ")
         parts = [self._step_label(line["step"]), _loss(line["val_loss"], "nan"), others,
                  f"(validation; training {train})"]
         self._log.info("  ".join(filter(None, parts)))

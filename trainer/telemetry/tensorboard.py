@@ -17,6 +17,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from trainer.storage.files import make_subfolder
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
@@ -44,7 +45,7 @@ class EventFile:
         from torch.utils.tensorboard import summary
 
         self._summary, self._record_writer = summary, RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(folder)
         # TensorBoard reads event files in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = AppendFile(folder / name)
@@ -108,6 +109,7 @@ class TensorBoard(Sink):
         self._histograms_every, self._tensors = histograms_every, tensors
         self._norms = deque[float](maxlen=NORMS)  # since the last validation
         self._last_validation: dict[str, float] = {}
+        self._figures: Callable[[], Mapping[str, float]] = dict
         for line in history:
             self._remember(line)
         self._is_new = not folder.exists()
@@ -121,6 +123,10 @@ class TensorBoard(Sink):
         if restarts:
             self._training.scalars({"run/restarts": restarts}, self._first)
 
+    def show_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Show what `figures` returns, tag → value, beside the scalars of a step."""
+        self._figures = figures
+
     def samples(self, images: Any) -> None:
         self._training.image("images/samples", images, 0, dataformats="NCHW")
 
@@ -131,8 +137,8 @@ class TensorBoard(Sink):
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
         if self._filter.shows(line):
-            tags = train_scalars(line, timing)
-            self._training.scalars(_curves(tags, line.get("turn", "")), step)
+            tags = _curves(train_scalars(line, timing), line.get("turn", ""))
+            self._training.scalars({**tags, **(self._figures() if timing else {})}, step)
             if not self._is_validated(step):
                 self._show_validation(step)
 
@@ -150,7 +156,7 @@ class TensorBoard(Sink):
             tags.pop("validation/train_loss", None)  # the training's curve shows it
             self._last_validation = _curves(tags)
             self._norms.clear()
-        elif line["grad_norm"] is not None:
+        elif line.get("grad_norm") is not None:
             self._norms.append(line["grad_norm"])
 
     def _show_validation(self, step: int) -> None:
@@ -196,7 +202,7 @@ def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, f
     """Tag → value for a training step: its line, and the seconds of this rank if they are known."""
     tags = {f"train/{k}": v for k, v in line.items()
             if k in ("loss", "replaced") or k not in RESERVED}
-    tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"],
+    tags |= {"optimizer/lr": line.get("lr"), "optimizer/grad_norm": line.get("grad_norm"),
              "optimizer/loss_scale": line.get("scale")}
     if "turn" in line:  # what the turns mean differs: a curve for each
         tags = {f"{tag}_{line['turn']}": value for tag, value in tags.items()}
@@ -237,7 +243,7 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
     """Tag → value for the line of a validation."""
     tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
             if k.startswith("val_") and k not in ("val_samples", "val_table")}
-    tags["validation/train_loss"] = line["train_loss"]
+    tags["validation/train_loss"] = line.get("train_loss")
     return {k: v for k, v in tags.items() if v is not None}
 
 

@@ -16,10 +16,12 @@ from trainer.errors import ConfigError
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
                         "device": "cpu", "torch": "2.11.0", "python": "3.12",
                         "splits": {"validation": "40 samples ab", "test": None},
-                        "packages": {"timm": "1.0"}, "code": {"mine.py": "a", "ops.py": "a"}}
+                        "packages": {"timm": "1.0"}, "code": {"mine.py": "a", "ops.py": "a"},
+                        "gpu": {"NCCL": "2.27.3", "the variables of NCCL": "none"}}
 
 BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
+    "checkpoint.mirror_every": ["--checkpoint.mirror=s3://bucket/run"],
     "optim.momentum": ["--optim.name=sgd"], "optim.nesterov": ["--optim.name=sgd"],
     "schedule.options": ["--schedule.name=cosine-annealing"],
     "freeze_until": ["--freeze=body.*"], "eval.min_delta": ["--eval.patience=3"],
@@ -37,9 +39,11 @@ CHANGES = {
     "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
     "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",
     "task.teacher": "/there", "task.teacher_model": "resnet18", "init": "/there",
+    "checkpoint.mirror": "s3://bucket/run",
     "freeze": "body.*", "optim.rates": "body.*=0.1", "optim.ema": "0.9",
     "schedule.options": "eta_min=0.2", "optim.options": "amsgrad=true", "task.seed": "3",
     "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",
+    "data.stream_resume": "state",
     "batch.global_size": "64", "batch.micro_size": "16", "optim.name": "sgd",
     "schedule.name": "constant", "precision.dtype": "bf16", "precision.compile": "off",
     "precision.channels_last": "off", "parallel.sync_bn": "off", "optim.betas": "0.5 0.6",
@@ -127,6 +131,9 @@ def test_all_refused_changes_are_named_at_once_with_all_flags_that_accept_them()
     ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
     ("python", "3.13", "python was 3.12 and is 3.13"),
     ("packages", {"timm": "1.1", "added": "1"}, "timm was 1.0 and is 1.1"),
+    ("gpu", {"NCCL": "2.30.7", "added": "1"}, "NCCL was 2.27.3 and is 2.30.7"),
+    ("gpu", {"the variables of NCCL": "NCCL_ALGO=Tree"},
+     "the variables of NCCL were none and are NCCL_ALGO=Tree"),
     ("code", {"mine.py": "b", "ops.py": "b", "added.py": "b"}, "mine.py, ops.py")])
 def test_changed_circumstances_are_reported_and_not_exact(key, value, line):
     verdict = compare_settings(parsed(), saved(), now=HERE | {key: value}, then=HERE)

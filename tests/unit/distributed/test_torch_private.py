@@ -203,3 +203,7 @@ def test_no_other_module_uses_a_private_name_of_torch():
     allowed = "trainer/distributed/torch_private.py"
 
     assert {name for name in private_names() if not name.startswith(allowed)} == set()
+
+
+def test_this_process_is_no_fork_of_one_with_cuda():
+    assert not torch_private.is_in_bad_fork()

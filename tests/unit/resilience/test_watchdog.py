@@ -178,3 +178,28 @@ def test_a_wait_for_a_device_is_found_although_it_takes_processor_time():
             sum(range(1000))
 
     assert over.is_set()
+
+
+@pytest.mark.parametrize(("device", "at_once"), [("cuda", True), ("cpu", False)])
+def test_a_rank_that_waits_for_a_gpu_leaves_at_once_when_a_peer_is_gone(
+    device: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere the main thread gets an error by itself, and leaves."""
+    watchdog = Watchdog(World(LaunchInfo(), torch.device(device), 1), Log(level="error"),
+                        limit_s=60.0)
+    left = threading.Event()
+
+    def leave(*, late: bool) -> None:
+        left.set()
+        watchdog.stop()
+
+    monkeypatch.setattr("trainer.resilience.watchdog.LEAVE_S", 1e9)
+    monkeypatch.setattr(watchdog._alarm, "leave", leave)
+    with waiting_for(WaitsFor.DEVICE):
+        thread = threading.Thread(target=watchdog._wait_for_main_thread)
+        thread.start()
+        found = left.wait(60.0 if at_once else 1.0)
+        watchdog.stop()
+        thread.join()
+
+    assert found is at_once

@@ -14,15 +14,22 @@ from trainer.run import memory
 from trainer.telemetry.step_timing import resident_mb
 
 
-@pytest.mark.parametrize("settings", [Optim(), Optim(name="sgd"), Optim(name="sgd", momentum=0)])
+@pytest.mark.parametrize("settings", [Optim(), Optim(name="sgd"), Optim(name="sgd", momentum=0),
+                                      Optim(options=("amsgrad=true",))])
 def test_an_optimizers_state_is_known_before_it_is_allocated(settings):
     model = nn.Linear(1024, 1024)
     optimizer = optimizers.make_optimizer(settings, model)
     before = memory.optimizer_mb(optimizer)
+    expected = optimizers.expected_state(optimizer)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
 
     assert before == pytest.approx(memory.optimizer_mb(optimizer), rel=1e-3)
+    assert {p: {key: like.shape for key, like in entries.items()}
+            for p, entries in expected.items()} == {
+        p: {key: t.shape for key, t in entries.items() if isinstance(t, torch.Tensor)
+            and (key != "step" or "step" in expected.get(p, {}))}
+        for p, entries in optimizer.state.items() if p in expected}
 
 
 def test_the_peak_contains_memory_that_was_in_use():
