@@ -72,6 +72,8 @@ class Data(Section, prefix="data."):
     sampler: str | None = setting(None, "must_match")
     """Your own order, as module:Class (called with the data set and seed=; its objects with the
     epoch and an array of places in it; they return an array of sample indices)."""
+    limit: int | None = setting(None, "must_match", ">= 1")
+    """Train on the first samples of the training data only, this many; for small runs."""
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 
@@ -394,6 +396,9 @@ class Config(Section, Generic[TaskT]):
     """Length of the run in optimizer steps (global batches)."""
     epochs: int | None = setting(None, "may_change", ">= 1")
     """Length of the run in epochs, instead of --steps; 5 if neither is given."""
+    overfit: int | None = setting(None, "may_change", ">= 2")
+    """Train on the first global batch alone, for this many steps and without validation, and check
+    that its loss falls: a task that can't learn one batch learns nothing."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
     resume: str = setting("auto", "ignored")
@@ -436,6 +441,8 @@ class Config(Section, Generic[TaskT]):
         self.check(self.run is None or bool(self.run.strip()), "run", "give the path of a folder.")
         self.check(self.steps is None or self.epochs is None, "steps",
                    f"--epochs {self.epochs} sets the length of the run too; give one of them.")
+        if self.overfit is not None:
+            self._plan_overfit(self.overfit)
         for text in self.inject:
             fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
@@ -443,6 +450,17 @@ class Config(Section, Generic[TaskT]):
             self.check(
                 name.replace("-", "_") in known or name.startswith("task."), "accept",
                 f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.", name)
+
+    def _plan_overfit(self, steps: int) -> None:
+        """Set the length and the data of a run on one batch."""
+        size = self.batch.global_size
+        self.check(self.epochs is None and self.steps in (None, steps), "overfit",
+                   "it is the length of the run; omit --steps and --epochs.")
+        self.check(self.data.limit in (None, size) and self.data.sampler is None, "overfit",
+                   "it trains on the first global batch; omit --data.limit and --data.sampler.")
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "data", dataclasses.replace(
+            self.data, limit=size, shuffle="off", order="auto"))
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""

@@ -57,7 +57,8 @@ def open_source(
     if isinstance(data, IterableDataset):
         spec = StreamSpec(
             dataset=data, seed=config.seed, collate=setup.collate,
-            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size)
+            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
+            limit=config.data.limit)
         stream = StreamReader(
             spec, rank=world.rank, num_ranks=world.size, workers=setup.workers,
             prefetch=config.data.prefetch, device=world.device,

@@ -20,7 +20,13 @@ import torch
 
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
-from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
+from trainer.errors import (
+    PATH_ERRNOS,
+    AlreadyFinished,
+    ConfigError,
+    GaveUp,
+    LossDidNotFall,
+)
 from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
 from trainer.storage import layout, tensorfile
 from trainer.storage.files import (
@@ -96,9 +102,21 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
     found = world.gather_json(read_json(path / layout.SUMMARY) if is_there else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
+        check_overfit(summary)
         lines = [f"{display_path(path)}: the run is complete; nothing to do",
                  *closing_lines(summary, display_path(path))]
         raise AlreadyFinished("\n".join(lines))
+
+
+def check_overfit(summary: Mapping[str, Any]) -> None:
+    """Raise LossDidNotFall if the summary is of a run with --overfit whose loss did not fall."""
+    if (judged := summary.get("overfit")) and not judged["fell"]:
+        raise LossDidNotFall(
+            f"--overfit {summary['planned_steps']}: the loss of one batch, {judged['first']:.4g}, "
+            f"did not fall (the last one is {judged['last']:.4g}), so the task can't learn it. "
+            "Check that the loss compares the output with the right targets and that gradients "
+            "reach the parameters (trainer.testing.check_task), then --optim.lr and --freeze; and "
+            "start again with another --run-dir")
 
 
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
@@ -110,6 +128,9 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    if judged := summary.get("overfit"):
+        lines.append(f"the loss of one batch went from {judged['first']:.4g} to "
+                     f"{judged['last']:.4g} in {judged['steps']} steps")
     return [*lines, f"best weights: {path}/{layout.PRODUCT}",
             f"final weights: {path}/{summary['final_weights']}",
             f"curves: tensorboard --logdir {path}"]
