@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands import export
-from trainer.commands.library import train
+from trainer.commands.library import train_in_process
 from trainer.commands.scratch_run import in_scratch_folder
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.storage import layout
+from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
 from trainer.telemetry.metrics import primary_metric, read_metrics
 
@@ -46,10 +46,11 @@ def main(argv: Sequence[str]) -> int:
 def _walk(config: Config[Any], run: Path, steps: int) -> int:
     with _timed("start, checks, step 1, stop on request") as told:
         with contextlib.suppress(SystemExit):  # code 75, as after SIGTERM
-            train(dataclasses.replace(config, inject=("term:step=1",)))
+            train_in_process(dataclasses.replace(config, inject=("term:step=1",)))
         told.append(_saved(run))
     with _timed(f"restore, steps 2 to {steps}, validation, test") as told:
-        summary = train(config).summary
+        train_in_process(config)
+        summary = files.read_json(run / layout.SUMMARY) or {}
         restored = [event["at_step"] for event in _events(run) if event["event"] == "restore"]
         told += [f"continued from step {restored[-1]}", _saved(run), *_scores(run, summary)]
     with _timed("export") as told, contextlib.redirect_stdout(io.StringIO()) as output:
@@ -86,7 +87,7 @@ def _saved(run: Path) -> str:
 def _scores(run: Path, summary: Mapping[str, Any]) -> Iterator[str]:
     """The scores of the validation and of the test, or that there are none."""
     lines = [line for line in read_metrics(run / layout.METRICS) if "val_loss" in line]
-    test = summary["test"] or {}
+    test = summary.get("test") or {}
     scores = {"validation": {name.removeprefix("val_"): value for name, value in lines[-1].items()
                              if name.startswith("val_")} if lines else {}, "test": test}
     for split, found in scores.items():

@@ -21,6 +21,7 @@ HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_siz
 
 BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
+    "overfit": ["--overfit", "9"],
     "optim.momentum": ["--optim.name=sgd"], "optim.nesterov": ["--optim.name=sgd"],
     "schedule.options": ["--schedule.name=cosine-annealing"],
     "eval.min_delta": ["--eval.patience=3"], "precision.loss_scale": ["--precision.dtype=fp16"],
@@ -52,7 +53,7 @@ CHANGES = {
 
 @functools.cache
 def parsed(*argv: str) -> Config[Any]:
-    base = BASE[1:] if "--epochs" in argv else BASE
+    base = BASE[1:] if {"--epochs", "--overfit"} & {*argv} else BASE
     return command_line.parse_config([*base, *argv])
 
 
@@ -99,7 +100,8 @@ def test_each_setting_may_change_as_declared(name, value, change):
         assert verdict == ResumeDecision()
     else:
         assert verdict.label == "equivalent"
-        others = {"epochs": ["--steps"], "clip.value": ["--clip.norm"]}.get(name, [])
+        others = {"epochs": ["--steps"], "overfit": ["--steps"],
+                  "clip.value": ["--clip.norm"]}.get(name, [])
         assert {line.split()[0] for line in verdict.changes} == {flag, *others}
         assert verdict.why == "; ".join(verdict.changes)
 
