@@ -21,9 +21,9 @@ from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
 from trainer.resilience import processes
-from trainer.storage.files import read_json
 from trainer.storage.jsonl import newest_step
 from trainer.storage.layout import EVENTS, IDENTITY, METRICS
+from trainer.storage.records import read_json
 from trainer.telemetry.events import read_events
 
 MAX_RESTARTS = 20

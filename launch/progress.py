@@ -10,8 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.resilience.attempts import RUN
 from trainer.storage import layout
+from trainer.storage.files import open_regular
 from trainer.storage.jsonl import CounterFile, newest_step, read_records
+from trainer.storage.records import read_json
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
@@ -47,14 +50,14 @@ def read_progress(folder: Path) -> RunProgress:
 
 def read_attempt(folder: Path, launch_id: str) -> int | None:
     """The number of the newest attempt, if it is one of this launch."""
-    with contextlib.suppress(OSError, ValueError):
-        run = json.loads((folder / layout.IDENTITY).read_bytes())
-        return run["attempt"] if run["launch"] == launch_id else None
-    return None
+    run: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        run = read_json(folder / layout.IDENTITY, RUN) or {}
+    return run["attempt"] if run.get("launch") == launch_id else None
 
 
 def append_event(folder: Path, event: dict[str, Any]) -> None:
     """Append an event to `events.jsonl` of the run, in one write."""
-    descriptor = os.open(folder / layout.EVENTS, os.O_WRONLY | os.O_APPEND)
+    descriptor = open_regular(folder / layout.EVENTS, os.O_WRONLY | os.O_APPEND)
     with open(descriptor, "wb", buffering=0) as file:  # no file is created
         file.write((json.dumps(event) + "\n").encode())

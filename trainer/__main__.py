@@ -12,6 +12,7 @@ from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder, use_utf8
 from trainer.resilience.stop_signals import attend
+from trainer.telemetry.events import writable
 from trainer.telemetry.std_streams import fill_descriptors, quiet_broken_pipe, say
 
 COMMANDS = {
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
                 return int(module.main(rest))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {writable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.errno not in PATH_ERRNOS or is_foreign(error):

@@ -43,6 +43,11 @@ class ConfigError(TrainerError, ValueError):
     exit_code = EXIT_CONFIG
 
 
+class FileDamaged(ConfigError, OSError):
+    """A file of a run can't be used: a link, no regular file, too large, or not what it has to be.
+    """
+
+
 class AlreadyFinished(TrainerError):
     """The run to be continued is complete: there is nothing to do."""
 

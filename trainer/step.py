@@ -113,7 +113,7 @@ class ForwardBackward:
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         self._waiting = waiting_for(WaitsFor.PEERS)
         for module in self.model.modules():
-            if isinstance(module, SyncBatchNorm):
+            if isinstance(module, SyncBatchNorm) and not self._on_device:
                 module.measure_with(self.communication)
 
     def __call__(
@@ -206,14 +206,14 @@ class Step:
             detector = self.nan_detector if micro.samples else None
             with NOTHING if detector is None else detector(micro.spec):
                 self.forward_backward(micro, requests=requests)
-        scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-        vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
+        loss_scale = self._loss_scale()
+        vector = self.objective.take_sums(self.num_ranks, loss_scale)
         self.scaler.unscale_(self.optimizer)
         self._to_mean(vector[COUNT])
         grad_norm = clip(self.parameters, self.clip)
         self._device_span.second()
         with self._waiting_for_device:
-            sums, norm = self.objective.read_sums(vector, grad_norm)
+            sums, norm, scale = self.objective.read_sums(vector, grad_norm, loss_scale)
         if sums.samples < self.min_samples:
             self._discard_window()
             return None
@@ -227,7 +227,7 @@ class Step:
         self.status.begin_update()
         if not skip_reason:
             self._key_update(step)
-            self.scaler.step(self.optimizer)
+            self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
             self.schedule.step()
             if self.ema is not None:
                 self.ema.update()
@@ -274,7 +274,7 @@ class Step:
 
     def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream."""
-        start, samples = time.perf_counter(), 0
+        start, samples, scale = time.perf_counter(), 0, self._loss_scale()
         for micro in micro_batches:
             epoch, samples = micro.spec.epoch, samples + micro.samples
         if self.min_samples and self.world.all_sum(torch.tensor(samples)) < self.min_samples:
@@ -283,8 +283,14 @@ class Step:
         self.progress.complete(step)
         return StepResult(
             step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
-            lrs=self._lrs(), scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            lrs=self._lrs(), scale=None if scale is None else float(scale),
             seconds=time.perf_counter() - start, device_s=None)
+
+    def _loss_scale(self) -> Tensor | None:
+        """The factor of the loss in backward (fp16), on the device."""
+        if not self.scaler.is_enabled():
+            return None
+        return self.scaler.scale(torch.ones((), device=self.parameters[0].device))
 
     def _lrs(self) -> tuple[float, ...]:
         return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
@@ -303,7 +309,7 @@ class Step:
         on_device = isinstance(count, Tensor) and count.device.type != "cpu"
         if not on_device and float(count) == nominal_count:
             return
-        if count == 0 and not on_device:
+        if not on_device and count == 0:
             count = math.nan  # avoids a division by 0; the update is skipped
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, nominal_count / count)

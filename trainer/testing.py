@@ -22,6 +22,7 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
+from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
@@ -36,6 +37,7 @@ from trainer.run.proof import (
     unequal_sums,
     values,
 )
+from trainer.run.stream_proof import prove_stream
 from trainer.step import Step
 from trainer.task import (
     SPLITS,
@@ -69,7 +71,10 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
         except Exception as error:
             yield raised(f'reading dataset("{split}")', error)
             continue
-        if first != second and isinstance(dataset, IterableDataset):
+        is_stream = isinstance(dataset, IterableDataset)
+        if is_stream and split == "train" and (why := _state_problem(task, batch_size)):
+            yield why
+        if first != second and is_stream:
             yield (f'the stream dataset("{split}") returns different samples in a second '
                    "iteration: start each iter() from the beginning, keep the position in the "
                    "iterator (which may have a state_dict) and not in the data set, and draw from "
@@ -82,6 +87,19 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
             yield (f'samples of dataset("{split}") differ between two data sets created one after '
                    "the other and read in different order: a restarted run would train on other "
                    "data.")
+
+
+def _state_problem(task: Any, batch_size: int) -> str:
+    """What is wrong with the states of a training stream; "" if nothing is."""
+    spec = StreamSpec(dataset=dataset_of(task, "train"), lanes=2, micro_size=batch_size, seed=SEED)
+    proof = prove_stream(spec, range(2), daemon=False)
+    if proof.problem:
+        return (f"{proof.problem}: make load_state_dict() restore the exact position, buffers "
+                "included" + ("." if not proof.reproducible else
+                              ", or train with --data.stream-resume read-through."))
+    return "" if proof.reproducible else (
+        "another reading of the training stream from its start gives other samples, so a restarted "
+        "run would train on other data.")
 
 
 def dataset_of(task: Any, split: str) -> Any:
@@ -114,6 +132,7 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
 
     Runs on the CPU with the first `batch_size` samples of each split, and checks that
     - samples are reproducible under the same key;
+    - the states of a training stream bring back the samples that follow;
     - the loss is finite, has a graph, and is a sum, as metrics are;
     - gradients reach every trainable parameter;
     - a training step works with the task's parameter groups;
@@ -254,11 +273,11 @@ def _check_sums(case: _Case) -> Iterator[str]:
         return
     model = case.model()
     model.eval()
-    buffers, moved = Buffers(model), set[str]()
-    with torch.no_grad(), buffers.preserved(moved):
+    buffers = Buffers(model)
+    with torch.no_grad(), buffers.preserved():
         problems = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
                                 case.whole, case.halves, tolerance=TOLERANCE)
-    yield from (f"{problem}: {SUMS}" for problem in problems if not moved)
+    yield from (f"{problem}: {SUMS}" for problem in problems if not buffers.moved())
 
 
 def _check_step(case: _Case) -> Iterator[str]:

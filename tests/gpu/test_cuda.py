@@ -16,6 +16,7 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.commands.compare import differences
 from trainer.config import command_line
 from trainer.data.map_dataset import MicroBatch
+from trainer.distributed import sync_batchnorm
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.partition import block
 from trainer.distributed.rank_invariant_reduction import TreeSum
@@ -142,6 +143,27 @@ def test_a_save_does_not_wait_for_its_copies_and_the_next_update_does():
 
     assert returned_before
     assert bool((copy == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_synchronised_batch_norm_equals_that_of_a_cpu(dtype, form, monkeypatch):
+    monkeypatch.setattr(sync_batchnorm, "_gather_rows", lambda row, module: row[None])
+    monkeypatch.setattr(sync_batchnorm, "is_synchronised", lambda module: True)
+    x = (torch.randn(6, 5, 4, 4) + 3).to(dtype).contiguous(memory_format=form)
+    found = []
+    for device in ("cpu", "cuda"):
+        layer = torch.nn.BatchNorm2d(5, device=device)
+        sync_batchnorm.convert(layer, 2, device)
+        leaf = x.to(device).requires_grad_()
+        output = layer(leaf)
+        output.backward(x.to(device).cos())
+        found.append([output.detach().cpu(), leaf.grad.cpu(), layer.weight.grad.cpu(),
+                      layer.bias.grad.cpu(), *(b.cpu() for b in layer.buffers())])
+
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=2e-2 if dtype is torch.bfloat16 else 1e-4,
+                                   atol=2e-2 if dtype is torch.bfloat16 else 1e-4)
 
 
 def test_a_survivor_copies_the_boundary_while_a_kernel_is_stuck():

@@ -17,7 +17,7 @@ from runs import TAPE
 
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
-from trainer.storage.files import read_json
+from trainer.storage.records import read_json
 
 STEPS = 200
 FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",

@@ -21,5 +21,5 @@ def test_a_run_with_such_paths_is_killed_and_continued(tmp_path: Path, by: str) 
                     by=by, size=1, LC_ALL="C", PYTHONUTF8="0")
 
     assert len(launch.events("start")) == 1 + bool(by)
-    assert command_line.load(run / "config.toml").task.tape == tape
+    assert command_line.parse_config([str(run / "config.toml")]).task.tape == tape
     assert Path(f"{tape}-0.jsonl").exists()

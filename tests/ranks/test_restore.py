@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from runs import flip_a_bit, state_json
+from runs import fill, flip_a_bit, state_json
 
 from benchmarks.synthetic_state import make_checkpointer, make_subject
 from trainer.checkpoint.replication import copy_missing_checkpoints
@@ -67,6 +67,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         for step in (10, 20, 30 - world.rank):  # rank 0's were abandoned by a roll-back to step 0
             with Store(folder, run="a run").stage(step, generation=world.rank) as stage:
                 stage.write(STATE, state_json(best=10, of=world.rank))
+                fill(stage)
                 stage.commit(kind="periodic", run="a run")
         store = Store(folder, run="a run")
         world.barrier()

@@ -13,7 +13,7 @@ from harness import Ranks
 from torch import Tensor, nn
 
 from trainer.distributed import stand_in
-from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm, convert
+from trainer.distributed.sync_batchnorm import SyncBatchNorm, convert
 
 CHANNELS = 5
 DOUBLE = torch.float64
@@ -271,17 +271,3 @@ def test_only_torchs_own_synchronised_layers_are_converted_where_others_stay_pla
 
     assert number == 1
     assert [type(module) for module in model] == [nn.BatchNorm1d, SyncBatchNorm]
-
-
-def test_on_cuda_torchs_class_is_used_and_keeps_the_dtype_of_an_empty_bf16_batch() -> None:
-    whole, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cuda")
-    model, _ = whole
-    assert number == 2
-    assert all(isinstance(module, nn.SyncBatchNorm) for module in whole)
-    assert isinstance(model, CudaSyncBatchNorm)
-    x = torch.empty(0, 3, dtype=torch.bfloat16, requires_grad=True)
-
-    y = model(x)
-    y.sum().backward()
-
-    assert (y.shape, y.dtype, x.grad.dtype) == ((0, 3), torch.bfloat16, torch.bfloat16)

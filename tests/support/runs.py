@@ -112,6 +112,13 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def fill(stage: Any) -> None:
+    """Write the files that every checkpoint has and that aren't written yet, empty."""
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        if not (stage.path / name).exists():
+            stage.write(name, b"")
+
+
 def state_json(*, best: int = 0, **entries: Any) -> bytes:
     """The smallest complete content of a checkpoint's state.json."""
     from trainer.checkpoint.progress import BestTracker, TrainProgress

@@ -15,6 +15,7 @@ import torch
 from tape_task import Tape, draws, read_tape
 from torch import nn
 from torch.utils.data import IterableDataset
+from torchdata.nodes import IterableWrapper, Loader, Mapper
 
 from trainer import Outcome
 from trainer.distributed.partition import micro_batches_per_rank
@@ -68,6 +69,14 @@ class StatefulLanes(Lanes):
         return LaneIterator(self, number)
 
 
+class NodeLanes(Lanes):
+    """The same lanes, of nodes of torchdata."""
+
+    def lane(self, number: int, lanes: int) -> Loader:
+        indices = IterableWrapper(range(LANE * number, LANE * number + self.sizes[number]))
+        return Loader(Mapper(indices, self.sample))
+
+
 class LaneIterator(Iterator):
     def __init__(self, dataset: Lanes, number: int) -> None:
         self._dataset, self._number, self._place = dataset, number, 0
@@ -83,6 +92,18 @@ class LaneIterator(Iterator):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._place = state["place"]
+
+
+class Behind(LaneIterator):
+    """A source whose state is one sample behind."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self._place - 1}
+
+
+class BehindLanes(Lanes):
+    def lane(self, number: int, lanes: int) -> Iterator[dict[str, Any]]:
+        return Behind(self, number)
 
 
 class Measured(Whole):
@@ -110,7 +131,8 @@ class StreamTape(Tape):
         if split != "train":
             has_data = split == "validation" and self.validation
             return Whole(self.validation, self.width) if has_data else None
-        kind = {"whole": Whole, "measured": Measured, "lanes": Lanes, "stateful": StatefulLanes}
+        kind = {"whole": Whole, "measured": Measured, "lanes": Lanes, "stateful": StatefulLanes,
+                "nodes": NodeLanes, "behind": BehindLanes}
         content = [int(size) for size in self.sizes.split(",")] if self.sizes else self.samples
         return kind[self.kind](content, self.width, self.log)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.distributed import serialization
 from trainer.distributed.replica_check import integers
-from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
+from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.torch_private import buffer_slots
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
@@ -61,8 +61,10 @@ class Buffers:
         self._warn, self._was_reassigned = warn, False
         # Synchronised batch norms keep their statistics equal on all ranks.
         self._shared = {id(b) for m in model.modules()
-                        if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
+                        if isinstance(m, SyncBatchNorm)
                         for b in m.buffers(recurse=False)}
+        self._moved = set[str]()
+        self._differed: dict[tuple[tuple[str, int], ...], Tensor] = {}
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
         self.keep()
@@ -135,21 +137,23 @@ class Buffers:
     def changed(self) -> bool | Tensor:
         """Whether a forward since `keep` has changed a shape, or a buffer that was not known to
         change. On a GPU a tensor, for which nobody has waited."""
-        on_host, on_device = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for slot in self._slots:
-            if slot.is_cache:
-                continue
-            found, copy = slot.current, slot.kept
-            if not _fits(found, copy):
-                return True
-            if copy is not None and not slot.moves:
-                (on_host if found.is_cpu else on_device).append((found, copy))
-        if not all(_equal(found, kept) for found, kept in on_host):
-            return True
-        if not on_device:
-            return False
-        found, kept = (serialization.pack(tensors) for tensors in zip(*on_device, strict=True))
-        return torch.ne(found, kept).any()
+        changed, _, differs = self._compare()
+        return changed if differs is None else differs.any()
+
+    def _compare(self) -> tuple[bool, list[_Slot], Tensor | None]:
+        """What `changed` tells as far as it needs no device; and the buffers on a device, with a
+        vector of whether each of their bytes has changed, if nothing else has."""
+        slots = [s for s in self._slots if not s.is_cache]
+        if not all(_fits(s.current, s.kept) for s in slots):
+            return True, [], None
+        slots = [s for s in slots if s.kept is not None and not s.moves]
+        if not all(_equal(s.current, s.kept) for s in slots if s.current.is_cpu):
+            return True, [], None
+        if not (slots := [s for s in slots if not s.current.is_cpu]):
+            return False, [], None
+        found = serialization.pack([s.current for s in slots])
+        kept = serialization.pack([s.kept for s in slots if s.kept is not None])
+        return False, slots, torch.ne(found, kept)
 
     def agree(self, world: World) -> bool:
         """Collective, where `changed` on any rank, after `restore_storage`. Note the buffers that
@@ -195,16 +199,29 @@ class Buffers:
                 and not s.is_cache and (s.is_persistent or s.moves)}
 
     @contextlib.contextmanager
-    def preserved(self, moved: set[str]) -> Iterator[None]:
-        """Restore buffers that change inside the context; `moved` receives the names of those that
-        are persistent."""
+    def preserved(self) -> Iterator[None]:
+        """Restore buffers that change inside the context; `moved` tells which, of all contexts."""
         try:
             yield
         finally:
-            if self.changed():
-                moved |= {s.name for s in self._slots
-                          if s.is_persistent and not _equal(s.current, s.kept)}
+            changed, slots, differs = self._compare()
+            if changed:
+                self._moved |= {s.name for s in self._slots if not _equal(s.current, s.kept)}
+            elif differs is not None:
+                form = tuple((s.name, s.current.nbytes) for s in slots)
+                before = self._differed.get(form)
+                self._differed[form] = differs if before is None else before | differs
+            if changed or differs is not None:  # on a device in any case: the host doesn't wait
                 self.put_back()
+
+    def moved(self) -> list[str]:
+        """Names of the persistent buffers that have changed inside `preserved`, sorted. The host
+        waits for the device."""
+        for form, differs in self._differed.items():
+            parts = differs.split([size for _, size in form])
+            flags = torch.stack([part.any() for part in parts]).tolist()
+            self._moved |= {name for (name, _), flag in zip(form, flags, strict=True) if flag}
+        return sorted(s.name for s in self._slots if s.is_persistent and s.name in self._moved)
 
     def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
         """NaN if a value of a changing buffer (in `among`) is not finite and was at `keep`,

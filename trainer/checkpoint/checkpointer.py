@@ -78,7 +78,8 @@ def reason_not_to_save(
 
 def seconds_needed(events: Path, size: int) -> float | None:
     """Estimated seconds to save `size` bytes at the speed of the last save; None if unknown."""
-    saves = [e for e in read_events(events) if e.get("event") == "save" and e.get("bytes")]
+    saves = [e for e in read_events(events)
+             if e.get("event") == "save" and e.get("bytes") and "seconds" in e]
     return saves[-1]["seconds"] * size / saves[-1]["bytes"] if saves else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import stat
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,11 +12,24 @@ from typing import Any
 
 import xxhash
 
-from trainer.errors import CheckpointDamaged
-from trainer.storage.files import fsync_folder, read_chunks, write_file
-from trainer.storage.layout import MANIFEST
+from trainer.errors import CheckpointDamaged, FileDamaged
+from trainer.storage.files import (
+    fsync_folder,
+    open_regular,
+    read_chunks,
+    read_file,
+    write_file,
+)
+from trainer.storage.layout import MANIFEST, MODEL, OPTIMIZER, PRODUCT, STATE, SUMMARY
+from trainer.storage.records import Kind, is_count, is_text, parse_json, read_json
 
 Buffer = Any  # an object with a contiguous buffer: bytes, a memoryview, an array
+
+LISTED_FILE = Kind({"bytes": is_count, "xxh3_128": is_text})
+"""Size and hash of a file, in a manifest or a summary."""
+_MANIFEST = Kind({
+    "run": is_text, "generation": is_count, "step": is_count, "kind": is_text, "checksum": is_text,
+    "files": Kind(dict.fromkeys((MODEL, OPTIMIZER, STATE), LISTED_FILE), others=LISTED_FILE)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +104,19 @@ def encode_manifest(fields: Mapping[str, Any]) -> bytes:
 def read_manifest(path: Path, step: int) -> CheckpointInfo:
     """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
     try:
-        manifest = _parse((path / MANIFEST).read_bytes())
+        if path.is_symlink():  # what is deleted or written there would be elsewhere
+            raise ValueError("it is a symbolic link, which isn't followed")
+        manifest = _parse(read_file(path / MANIFEST))
         if manifest["step"] != step:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
         why = f"{MANIFEST} is missing"
+    except FileDamaged:
+        why = f"{MANIFEST} is no regular file, or too large"
+    except ValueError as error:
+        why = str(error)
     except OSError as error:
         why = f"{MANIFEST} can't be read: {error.strerror}"
-    except (ValueError, KeyError) as error:
-        why = str(error)
     else:
         return CheckpointInfo(path=path, step=step, generation=manifest["generation"],
                               run=manifest["run"], kind=manifest["kind"], manifest=manifest)
@@ -117,6 +134,39 @@ def verify(path: Path, step: int) -> CheckpointInfo:
     return _check(verify_sizes(read_manifest(path, step)), _content_difference)
 
 
+def check_listed(path: Path) -> None:
+    """Compare a file of weights with the size and hash in the manifest of its checkpoint, or in the
+    summary of its run, if it is in the folder of one. Raises CheckpointDamaged."""
+    entry = None
+    with suppress(OSError, ValueError):
+        entry = _parse(read_file(path.with_name(MANIFEST)))["files"].get(path.name)
+    if path.name == PRODUCT and entry is None:
+        entry = (read_json(path.with_name(SUMMARY), Kind(known={"product": LISTED_FILE})) or {}
+                 ).get("product")
+    if entry is not None and (
+            why := _size_difference(path, entry) or _content_difference(path, entry)):
+        raise CheckpointDamaged(f"{path.parent.name}: {why}")
+
+
+class Listing:
+    """Passes the content of a file on to its writer; then has size and hash of it."""
+
+    def __init__(self, content: Iterable[Buffer]) -> None:
+        self._content, self._hasher, self._size = content, xxhash.xxh3_128(), 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for buffer in self._content:
+            view = memoryview(buffer)
+            if view.nbytes:
+                self._hasher.update(view)
+                self._size += view.nbytes
+                yield view.cast("B")
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        return {"bytes": self._size, "xxh3_128": self._hasher.hexdigest()}
+
+
 def _check(
     info: CheckpointInfo, difference: Callable[[Path, Mapping[str, Any]], str | None]
 ) -> CheckpointInfo:
@@ -129,15 +179,16 @@ def _check(
 
 def _size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     try:
-        status = path.stat()
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
+    except FileDamaged:
+        return f"{path.name} is not a file"
     except OSError as error:
         return f"{path.name} can't be read: {error.strerror}"
-    if not stat.S_ISREG(status.st_mode):
-        return f"{path.name} is not a file"
-    if status.st_size != entry["bytes"]:
-        return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
+    if size != entry["bytes"]:
+        return f"{path.name} has {size} bytes instead of {entry['bytes']}"
     return None
 
 
@@ -162,5 +213,9 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} is empty")
     if raw != body + _tail(body):
         raise ValueError(f"{MANIFEST} doesn't match its own checksum: cut short or altered")
-    manifest: dict[str, Any] = json.loads(raw)
+    manifest: dict[str, Any] = parse_json(raw)
+    if why := _MANIFEST.problem(manifest):
+        raise ValueError(f"{MANIFEST}: {why}")
+    if others := [name for name in manifest["files"] if Path(name).name != name]:
+        raise ValueError(f"{MANIFEST} lists {others[0]!r}, which is no name of a file")
     return manifest

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError, listed
+from trainer.checkpoint.manifest import check_listed
+from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.storage import tensorfile
+from trainer.storage.records import Kind, is_text, read_record, table_of
 
 NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 INDEX = ".index.json"
+_INDEX = Kind(needed={"weight_map": table_of(is_text)})
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weights in a folder: one file, or several that NAME.index.json lists (Hugging Face)."""
 
@@ -77,8 +79,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
                               "weights file, or the folder of a finished run or a checkpoint.")
     if path.name.endswith(INDEX):
         try:
-            parts = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            parts = sorted(set((read_record(path, _INDEX) or {})["weight_map"].values()))
+        except (OSError, KeyError) as error:
             raise ConfigError(f"{flag}: {path.name} can't be read as an index of weights "
                               f"({type(error).__name__}: {error}); give a weights file.") from error
         return {name: value for part in parts
@@ -86,10 +88,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"{flag}: there is no such file; every rank must be able to read it.")
     try:
+        check_listed(path)
         if path.suffix == ".safetensors":
             found: Any = tensorfile.load_tensors(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointDamaged as error:
+        raise ConfigError(f"{flag}: {error}; restore the file, or give another one.") from error
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{flag}: the file can't be read without running code from it "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -24,8 +23,9 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError, from_rank, listed
 from trainer.optim.optimizers import has_modes
 from trainer.storage import layout, tensorfile
-from trainer.storage.files import display_path
+from trainer.storage.files import display_path, open_regular
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE, step_name
+from trainer.storage.records import read_record
 from trainer.telemetry.events import Log
 
 CHUNK_BYTES = 1 << 26
@@ -106,9 +106,9 @@ def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRe
     report: dict[str, Any] = {}
     if holder == world.rank:
         try:
-            report["state"] = json.loads((store.verify(step).path / STATE).read_bytes())
+            report["state"] = read_record(store.verify(step).path / STATE) or {}
             SavedState.from_json(report["state"])
-        except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
+        except (CheckpointDamaged, OSError) as error:
             report = {"why": str(error)}
     report = world.broadcast_json(report, holder)
     if "why" in report:
@@ -137,6 +137,7 @@ def _locate(path: Path) -> dict[str, Any]:
         return {"why": "there is no such folder"}
     if not os.access(path, os.R_OK | os.X_OK):
         return {"why": "the folder can't be read"}
+    path = path.resolve()  # the user's own path may be a link
     if match := re.fullmatch(layout.STEP_NAME, path.name):
         return {"step": int(match[1]), "path": str(path), "skipped": []}
     found, skipped = Store(path / layout.CHECKPOINTS).newest_valid()
@@ -220,7 +221,7 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     if not any(every):
         return False
     holder = next(rank for rank, checksum in enumerate(every) if checksum)
-    own = world.fail_together(lambda: json.loads((store.find(step).path / STATE).read_bytes())
+    own = world.fail_together(lambda: read_record(store.find(step).path / STATE)
                               if world.rank == holder else None)
     saved = SavedState.from_json(world.broadcast_json(own, holder))
     needed = (MODEL, EMA, *[OPTIMIZER] * has_modes(state.optimizer))  # eval() depends on its state
@@ -233,8 +234,9 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
 
 def _load(store: Store, step: int) -> dict[str, dict[str, Tensor]]:
     """The tensors of a checkpoint, by file."""
-    return {path.name: tensorfile.load_tensors(path)
-            for path in store.find(step).path.glob("*.safetensors")}
+    info = store.find(step)
+    return {name: tensorfile.load_tensors(info.path / name)
+            for name in (MODEL, OPTIMIZER, EMA) if name in info.manifest["files"]}
 
 
 def _receive(
@@ -244,11 +246,12 @@ def _receive(
     """Collective. Broadcast tensor files of a checkpoint from its holder, and load them."""
 
     def find() -> dict[str, Path]:
-        folder = store.find(found.step).path
-        return {path.name: path for path in sorted(folder.iterdir()) if path.name in names}
+        info = store.find(found.step)
+        return {name: info.path / name for name in sorted(info.manifest["files"])
+                if name in names}
 
     files = world.fail_together(find if found.holder == world.rank else dict)
-    return {name: tensorfile.parse_tensors(b"".join(chunks))
+    return {name: tensorfile.parse_tensors(b"".join(chunks), f"{step_name(found.step)}/{name}")
             for name, chunks in broadcast_files(files, found.holder, world).items()}
 
 
@@ -265,7 +268,7 @@ def broadcast_files(
 def _broadcast_file(
     path: Path | None, size: int, holder: int, world: World
 ) -> Iterator[memoryview]:
-    with contextlib.nullcontext() if path is None else path.open("rb") as file:
+    with contextlib.nullcontext() if path is None else open(open_regular(path), "rb") as file:
         for start in range(0, size, CHUNK_BYTES):
             chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
             if file is not None:

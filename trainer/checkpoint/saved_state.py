@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.progress import BestTracker, TrainProgress
-from trainer.errors import CheckpointDamaged
+from trainer.errors import CheckpointDamaged, FileDamaged
 from trainer.storage.jsonl import FileMark
 from trainer.storage.layout import STATE
+from trainer.storage.records import (
+    Kind,
+    is_count,
+    is_positive,
+    is_text,
+    list_of,
+    optional,
+    read_record,
+    table_of,
+)
+from trainer.telemetry.metrics import METRIC_LINE
+
+LARGEST_WORLD = 1 << 20
+"""Ranks, or threads of a rank, are fewer."""
+
+
+def _size(value: Any) -> bool:
+    return is_positive(value) and value < LARGEST_WORLD
+
+
+KIND = Kind(
+    needed={
+        "progress": Kind({**dict.fromkeys(("step", "skipped", "validated", "replaced"), is_count),
+                          **dict.fromkeys(("bad", "left_out"), list_of(is_count))}),
+        "best": Kind({"metric": is_text, "direction": is_text, "value": optional(is_text),
+                      "step": is_count, "waited": is_count}, {"mark": optional(is_text)}),
+        "meter": table_of(), "optimizer": table_of(), "scaler": table_of(),
+        "schedule": Kind(known={"counters": table_of()}),
+        "parts": Kind(known={"horizon": Kind({"epoch": is_count, "total": is_count})},
+                      others=table_of())},
+    known={
+        "ema": table_of(), "rng": list_of(is_text), "lines": list_of(METRIC_LINE),
+        "record": Kind({"offset": is_count, "checked": is_count, "checksum": is_text},
+                       others=lambda _: False),
+        "settings": Kind(known={
+            "batch.global_size": is_positive, "batch.micro_size": is_positive,
+            "optim.name": is_text}),
+        "circumstances": Kind(known={
+            "samples": optional(is_count), "splits": table_of(optional(is_text)),
+            "origin": lambda value: list_of(is_count)(value) and len(value) <= 3,
+            "threads": _size, "world_size": _size,
+            "packages": table_of(optional(is_text)), "code": table_of(is_text)}),
+        "inexact": list_of(is_text)})
+"""What is relied on before the parts of the training state load their own entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +86,15 @@ class SavedState:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> SavedState:
-        """Parse state.json. Raises CheckpointDamaged if a necessary entry is missing."""
+        """Parse state.json. Raises CheckpointDamaged if it isn't one."""
+        if why := KIND.problem(entries):
+            raise CheckpointDamaged(f"{STATE}: {why}")
         known = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
         try:
             known["progress"] = TrainProgress.from_json(entries["progress"])
             known["best"] = BestTracker.from_json(entries["best"])
-            for name in ("meter", "optimizer", "schedule", "scaler", "parts"):
-                known[name] = entries[name]
-        except KeyError as error:
-            raise CheckpointDamaged(f"{STATE} has no entry {error}") from error
+        except ValueError as error:  # no float in hexadecimal digits
+            raise CheckpointDamaged(f"{STATE}: best: {error}") from error
         if "record" in known:
             known["record"] = FileMark(**known["record"])
         return cls(**known)
@@ -61,12 +104,15 @@ class SavedState:
         value, the patience and those of the schedule `plateau` begin anew."""
         if self.circumstances.get("splits", {}).get("validation", fingerprint) == fingerprint:
             return self
-        counters = {name: value for name, value in self.schedule["counters"].items()
+        counters = {name: value for name, value in self.schedule.get("counters", {}).items()
                     if name not in ("best", "num_bad_epochs", "cooldown_counter")}
         return dataclasses.replace(self, best=BestTracker(),
                                    schedule={**self.schedule, "counters": counters})
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:
-        """As `from_json`. Raises OSError or ValueError too if the file can't be read or parsed."""
-        return cls.from_json(json.loads((folder / STATE).read_bytes()))
+        """As `from_json`; also raises OSError."""
+        try:
+            return cls.from_json(read_record(folder / STATE) or {})
+        except FileDamaged as error:
+            raise CheckpointDamaged(str(error)) from error

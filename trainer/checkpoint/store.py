@@ -26,7 +26,7 @@ from pathlib import Path
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint
 from trainer.errors import CheckpointBusy, CheckpointDamaged
-from trainer.storage.files import DISK_FULL, fsync_folder, make_folder, remove_folder
+from trainer.storage.files import DISK_FULL, fsync_folder, make_subfolder, remove_folder
 from trainer.storage.layout import MODEL, STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
@@ -221,7 +221,7 @@ class Store:
 
     @contextmanager
     def _step_lock(self, step: int, wait_s: float) -> Iterator[None]:
-        make_folder(self.folder)
+        make_subfolder(self.folder)
         if not self._locks.lock(step, wait_s):
             writers = [n for n in os.listdir(self.folder)
                        if n.startswith(f"{step_name(step)}.tmp-")]

@@ -30,6 +30,10 @@ CONFIGURED = frozenset((
 ))  # fmt: skip
 """Parameter group values set by the configuration; they may change when it changes."""
 
+COUNTERS = frozenset(("step", "mu_product"))
+"""Entries of optimizer state that torch keeps on the host, unless `capturable` or `fused` is set:
+an update reads them, for which it would wait for a GPU once per parameter."""
+
 
 @dataclass
 class TrainState:
@@ -152,6 +156,14 @@ class TrainState:
 
         An optimizer of another --optim.name begins without state, and so do parameters that
         another --freeze trains. An option that has changed has its new value."""
+        try:
+            self._load(tensors, saved)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # The parts load what they saved; torch and the task's optimizer have their own.
+            raise CheckpointDamaged(
+                f"{STATE}: a part can't load it: {type(error).__name__}: {error}") from error
+
+    def _load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         self.load_weights(tensors, saved)
         groups = self.load_optimizer(tensors[OPTIMIZER], saved.optimizer, saved.settings)
         self.progress.restore(saved.progress)
@@ -230,17 +242,17 @@ class TrainState:
             if parameter not in parameters:
                 raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
             state.setdefault(parameter, {})[key] = value
+        before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         anew = self._differs(then, "optim.name")
         group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
         for name in [] if anew else [name for name in state if name in live]:
             owner = parameters[name]
-            # As torch places it: a count of updates is read on the host, unless a kernel reads it.
-            on_host = {"step"} if not any(
-                group_of[owner].get(option) for option in ("capturable", "fused")) else set()
+            in_kernels = any(group_of[owner].get(o) for o in ("capturable", "fused"))
             self.optimizer.state[owner] = {
-                key: value if not isinstance(value, Tensor) else
-                value.clone() if key in on_host else _placed(value, owner)
+                key: value if not isinstance(value, Tensor) else _placed(
+                    value, owner, before.get(owner, {}).get(key),
+                    on_host=key in COUNTERS and not in_kernels)
                 for key, value in state[name].items()}
         if isinstance(self.optimizer, torch.optim.SGD) and state and not anew:
             for name in sorted(live - state.keys()):  # torch's fused kernel needs all of them
@@ -263,11 +275,14 @@ class TrainState:
         return {text.partition("=")[0] for text in before ^ now}
 
 
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """An entry of optimizer state with the parameter's device and memory layout, and the saved
-    dtype."""
-    if value.shape != parameter.shape:
-        return value.to(parameter.device).clone()
+def _placed(value: Tensor, parameter: Tensor, before: Any, *, on_host: bool) -> Tensor:
+    """An entry of optimizer state with the saved dtype, on the device of the entry `before` it, or
+    else on the host or where the parameter is, with the parameter's memory layout."""
+    device = torch.device("cpu") if on_host else parameter.device
+    if isinstance(before, Tensor):
+        device = before.device
+    if value.shape != parameter.shape or device != parameter.device:
+        return value.to(device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

@@ -17,8 +17,9 @@ from trainer.commands.scratch_run import in_scratch_folder
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.storage import files, layout
-from trainer.storage.jsonl import read_records
+from trainer.storage import layout
+from trainer.storage.records import read_json
+from trainer.telemetry.events import read_events
 from trainer.telemetry.metrics import primary_metric, read_metrics
 
 FLAG = "--dry-run"
@@ -50,8 +51,9 @@ def _walk(config: Config[Any], run: Path, steps: int) -> int:
         told.append(_saved(run))
     with _timed(f"restore, steps 2 to {steps}, validation, test") as told:
         train_in_process(config)
-        summary = files.read_json(run / layout.SUMMARY) or {}
-        restored = [event["at_step"] for event in _events(run) if event["event"] == "restore"]
+        summary = read_json(run / layout.SUMMARY) or {}
+        restored = [event["at_step"] for event in read_events(run / layout.EVENTS)
+                    if event["event"] == "restore"]
         told += [f"continued from step {restored[-1]}", _saved(run), *_scores(run, summary)]
     with _timed("export") as told, contextlib.redirect_stdout(io.StringIO()) as output:
         code = export.main([str(run), "--to", str(run.parent / "export"),
@@ -74,13 +76,9 @@ def _timed(part: str) -> Iterator[list[str]]:
     print(f"  ok      {part} ({time.perf_counter() - begun:.1f} s): {', '.join(told)}")
 
 
-def _events(run: Path) -> list[dict[str, Any]]:
-    return read_records(run / layout.EVENTS)
-
-
 def _saved(run: Path) -> str:
     """The last save of the run."""
-    save = [event for event in _events(run) if event["event"] == "save"][-1]
+    save = [event for event in read_events(run / layout.EVENTS) if event["event"] == "save"][-1]
     return f"saved {save['bytes']:,} bytes at step {save['at_step']} in {save['seconds']:.2f} s"
 
 

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.manifest import check_listed
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
-from trainer.run import circumstances
-from trainer.run.run_dir import early_end
-from trainer.storage import files, layout
+from trainer.run import circumstances, run_dir
+from trainer.run.run_dir import ENVIRONMENT, early_end
+from trainer.storage import layout
+from trainer.storage.records import read_json
+from trainer.telemetry.events import writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     report = inspect(options.run, *options.others)
-    print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
+    print(json.dumps(report, indent=2) if options.json else writable(_table(report, options.run)))
     return 0
 
 
@@ -41,11 +44,14 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     story = history.read_history(run, *others)
     found = checkpoints(run)
     valid = [c for c in found if c["valid"]]
+    damage = story.damage + _product_damage(run)
     newest = max(valid, key=lambda c: (c["generation"], c["step"]), default=None)
     step = newest["step"] if newest else 0
     finished = story.summary is not None and story.summary["step"] == step
     if found and not valid:
         kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
+    elif finished and run_dir.read_finished(run) is None:
+        kind, why, then = *resume_label(run, step), f"writes {layout.PRODUCT} again"
     elif finished:
         kind, why, then = *resume_label(run, step), "nothing to do: the run is complete"
     else:
@@ -61,7 +67,17 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         "checkpoints": found, "next": kind, "why": why, "does": then,
         "wall_s": round(story.wall_s, 6),
         "goodput": {part: round(seconds, 6) for part, seconds in story.goodput.items()},
-        "lost_steps": story.lost_steps}
+        "lost_steps": story.lost_steps, "damage": damage}
+
+
+def _product_damage(run: Path) -> list[str]:
+    """What is wrong with the model of a finished run."""
+    path = run / layout.PRODUCT
+    try:
+        check_listed(path)
+    except CheckpointDamaged as error:
+        return [str(error)] if path.exists() else []
+    return []
 
 
 def checkpoints(run: Path) -> list[dict[str, Any]]:
@@ -108,26 +124,27 @@ def _following(
 
 def resume_label(run: Path, step: int) -> tuple[str, str]:
     """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason,
-    if it has the configuration, ranks and kind of device of the last one, and the libraries here.
+    if it has the configuration, ranks and kind of device of the last one, and the libraries and
+    code here. Nothing of the run is imported: of the task's settings the last start has judged.
     """
-    determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
+    determinism = (read_json(run / layout.ENVIRONMENT, ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     try:
         saved = SavedState.read(run / layout.CHECKPOINTS / layout.step_name(step))
-    except (CheckpointDamaged, OSError, ValueError):  # a running training may delete it
+    except (CheckpointDamaged, OSError):  # a running training may delete it
         return last
     if not saved.settings or not saved.circumstances:
         return last
     then = saved.circumstances
     try:
-        config = command_line.load(run / layout.CONFIG)  # imports the task
+        config = command_line.load_without_task(run / layout.CONFIG)
         versions = {n: circumstances.package_version(n) for n in then.get("packages", {})}
         now = {**then, **circumstances.library_versions(), "packages": versions,
-               "code": circumstances.loaded_code()}
-        verdict = compatibility.compare_settings(config, saved.settings, before=saved.inexact,
+               "code": circumstances.code_on_disk(then.get("code", {}))}
+        settings = {n: v for n, v in saved.settings.items() if not n.startswith("task.")}
+        verdict = compatibility.compare_settings(config, settings, before=saved.inexact,
                                                  now=now, then=then)
     except ConfigError as error:
-        # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last
     # The last start may have had a reason that isn't known here, such as its kernels.
     return last if verdict.label == "exact" else (verdict.label, verdict.why)
@@ -153,4 +170,5 @@ def _table(report: dict[str, Any], run: Path) -> str:
     lines += [f"{c['step']:<11} {c['generation'] if c['generation'] is not None else '-':<11} "
               f"{c['kind'] or '-':<9} {'whole' if c['valid'] else c['why']}"
               for c in report["checkpoints"]]
+    lines += [""] * bool(report["damage"]) + [f"damaged: {what}" for what in report["damage"]]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from trainer import rng
 from trainer.commands.train import RankProcess, Training
 from trainer.config import command_line
 from trainer.config.schema import Config
+from trainer.config.secrets import secret_texts
 from trainer.distributed import allocator
 from trainer.distributed.device import choose_device
 from trainer.distributed.world import LaunchInfo, World
@@ -39,8 +40,9 @@ from trainer.optim.precision import set_determinism
 from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
 from trainer.run.saved_run import load_weights
-from trainer.storage import files, layout, tensorfile
+from trainer.storage import layout, tensorfile
 from trainer.storage.locks import release_locks
+from trainer.storage.records import read_json
 from trainer.task import REQUIRED_METHODS, ObjectTask, find_task
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -151,6 +153,7 @@ def _train_as_rank(config: Config[Any]) -> None:
 def train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
+    log.hide(secret_texts(config))
     training = Training(log, stop, config)
     try:
         log.status.enter(Phase.JOIN)
@@ -228,7 +231,7 @@ def _process_settings_restored() -> Iterator[None]:
 
 def _load_result(config: Config[Any]) -> Trained:
     path = Path(str(config.run))
-    summary = files.read_json(path / layout.SUMMARY)
+    summary = read_json(path / layout.SUMMARY)
     assert summary is not None, "the summary is the last file of a complete run"
     launch = LaunchInfo.from_environment()
     device = choose_device(config.device, size=launch.size, local_rank=launch.local_rank,

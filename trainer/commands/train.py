@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
 from trainer.config.schema import Config
+from trainer.config.secrets import secret_texts
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
@@ -97,6 +98,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
+        log.hide(secret_texts(config))
         self._training = training = Training(log, stop, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))

@@ -11,7 +11,6 @@ import functools
 import inspect
 import shutil
 import textwrap
-import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -32,11 +31,14 @@ from trainer.config.fields import (
     type_name,
 )
 from trainer.config.schema import Config, without_unread
-from trainer.errors import ConfigError
-from trainer.storage import files
+from trainer.errors import ConfigError, FileDamaged
+from trainer.storage.records import read_toml
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
 
+ONE_START = ("run", "resume", "inject", "accept")
+"""Settings of a start, which belong on its command line: where it writes and what it reads, faults,
+and what a change is allowed to be."""
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "sample"
 _USUAL = {
@@ -131,25 +133,44 @@ def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") 
     return config
 
 
-def load(path: Path) -> Config[Any]:
-    """Read a configuration from a TOML file."""
-    task, values = _read_recipe(path, None)
-    return _configure(task, values, {}, path, f"{path}: [task]")
+def load_without_task(path: Path) -> Config[Any]:
+    """Read a configuration from a TOML file, but not its task, whose code would be imported."""
+    table = _read_table(path)
+    del table["task"]
+    return _configure(NoTask, _values_of(table, NoTask, path), {}, path, str(path))
+
+
+@dataclass(frozen=True)
+class NoTask:
+    """A task without fields."""
 
 
 def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
     """The task's class, by default the recipe's, and the recipe's values by dotted name."""
+    table = _read_table(path)
+    named = table["task"].pop(_TASK_KEY, "images")
+    if task_name not in (None, named):
+        named, table["task"] = task_name, {}
+    task = find_task(str(named))
+    return task, _values_of(table, task, path)
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The content of a recipe."""
     try:
-        table = tomllib.loads(files.read_text(path))
-    except (OSError, ValueError) as error:
+        table = read_toml(path)
+    except FileDamaged as error:
+        raise ConfigError(f"recipe {error}") from error
+    except OSError as error:
         raise ConfigError(f"recipe {path}: {error}") from error
     if not isinstance(fields := table.setdefault("task", {}), dict):
         raise ConfigError(f"{path}: task = {fields!r}: write a table [task], with the task's name "
                           f"as its key {_TASK_KEY}.")
-    named = fields.pop(_TASK_KEY, "images")
-    if task_name not in (None, named):
-        named, table["task"] = task_name, {}
-    task = find_task(str(named))
+    return table
+
+
+def _values_of(table: Mapping[str, Any], task: type, path: Path) -> dict[str, Any]:
+    """The values of a recipe's table by dotted name; a setting of `ONE_START` is refused."""
     settings = _settings(task)
     sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values: dict[str, Any] = {}
@@ -160,7 +181,10 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
             values[name] = convert_value(settings[name].hint, value)
         except ValueError as error:
             raise ConfigError(f"{path}: {name} = {value!r}: {error}.") from error
-    return task, without_unread(values)
+        if name in ONE_START:
+            raise ConfigError(f"{path}: {name} = {value!r}: a recipe can't decide this; remove it, "
+                              f"and give {flag_of(name)} on the command line.")
+    return without_unread(values)
 
 
 def _flatten(
@@ -403,7 +427,7 @@ def split(
 def to_toml(config: Config[Any]) -> str:
     """The text of `config.toml`: all settings, except those of one attempt."""
     table = _to_table(config, "")
-    for name in ("run", "resume", "inject", "accept"):
+    for name in ONE_START:
         table.pop(name, None)
     table["task"] = {_TASK_KEY: task_path(config.task), **table["task"]}
     # In TOML, a key that follows a table would belong to it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.config.fields import SEVERAL, flag_of
 from trainer.config.schema import Config, without_unread
+from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, listed
 
 _CHOOSERS = ("optim", "schedule")
@@ -37,8 +38,9 @@ class ResumeDecision:
 
 
 def settings(config: Config[Any]) -> dict[str, Any]:
-    """All settings by dotted name, as JSON values; checkpoints store them."""
-    return {name: _plain(value) for name, value, _ in config.leaves()}
+    """All settings by dotted name, as JSON values, secret ones masked; checkpoints store them."""
+    return {name: hidden(_plain(value)) if is_secret(name) else _plain(value)
+            for name, value, _ in config.leaves()}
 
 
 def _plain(value: Any) -> Any:
@@ -155,7 +157,8 @@ def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]
     saved them didn't have."""
     defaults = {name: value for name, value in settings(Config(task=config.task)).items()
                 if not name.startswith("task.")}
-    return defaults | dict.fromkeys(saved) | without_unread(saved)
+    masked = {name: hidden(value) if is_secret(name) else value for name, value in saved.items()}
+    return defaults | dict.fromkeys(saved) | without_unread(masked)
 
 
 def _refuse(refused: Mapping[str, str]) -> None:

@@ -74,6 +74,10 @@ class Data(Section, prefix="data."):
     epoch and an array of places in it; they return an array of sample indices)."""
     limit: int | None = setting(None, "must_match", ">= 1")
     """Train on the first samples of the training data only, this many; for small runs."""
+    stream_resume: Literal["auto", "state", "read-through"] = setting("auto", "may_change")
+    """How a restart finds its place in a stream. auto: by the state of the source, which is tried
+    at the start; without one, by reading through. state: also by one that brings back other samples
+    (not exact). read-through: read the samples of the epoch up to the place once more."""
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 
@@ -414,7 +418,7 @@ class Config(Section, Generic[TaskT]):
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
     start_checks: OnOff = setting("on", "ignored")
     """Check at the start, on the first micro-batch, what exactness needs of the task; off: train
-    without the checks of the loss."""
+    without the checks of the loss and of a stream's states."""
     accept: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
     inject: tuple[str, ...] = setting((), "ignored", repeatable=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from torchdata.nodes import BaseNode, Loader
+from torchdata.nodes.loader import LoaderIterator
 
 from trainer import rng
 from trainer.data import batch as batches
@@ -17,6 +18,7 @@ from trainer.data.map_dataset import MicroBatch, begin_epoch
 from trainer.data.sample_errors import as_sample_error, this_worker, yield_items_and_error
 from trainer.data.sampler import MicroBatchSpec
 from trainer.errors import ConfigError
+from trainer.storage.codec import decode, encode
 
 Collate = Callable[[list[Any]], Any]
 _OPEN, _COLLATE = -1, 1
@@ -40,6 +42,8 @@ class StreamSpec:
     """Read a data set with `lane()` by its `__iter__` too."""
     limit: int | None = None
     """Samples of an epoch, over all iterators; those of the first windows."""
+    read_through: bool = False
+    """Ignore the states of sources: read from the start of the epoch up to a position."""
 
     @property
     def per_lane(self) -> bool:
@@ -77,7 +81,7 @@ class LanePosition:
 
     windows: int = 0
     state: Any = None
-    """The `state_dict` of the data set's iterator, as JSON; None if it has none."""
+    """The state of the source, encoded (storage/codec.py); None if it has none."""
     ended: bool = False
 
 
@@ -96,8 +100,10 @@ class LaneIterator:
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place, self._ended = 0, mark.ended
         self._generators: list[Any] = []
-        self.stateful: Any = None
+        self._stateful: Any = None
         """The iterator or the source, whichever has a state_dict, which is then the position."""
+        self.kind = ""
+        """The class of the source that has a state_dict; "" if none has."""
         if mark.ended:
             return
         with self._named("opening"):
@@ -107,17 +113,37 @@ class LaneIterator:
             if spec.per_lane:
                 source = source.lane(number, spec.lanes)
             self._generators = rng.find_generators(spec.dataset, source)
-            self._iterator = iter(source)
-            self.stateful = next((h for h in (self._iterator, source)
-                                 if hasattr(h, "state_dict") and hasattr(h, "load_state_dict")),
-                                None)
-            if mark.state is not None and self.stateful is not None:
-                self.stateful.load_state_dict(mark.state)
-                if self.stateful is not self._iterator:
-                    self._iterator = iter(source)  # a loaded state applies to the next iterator
-                self._place = mark.windows * spec.samples_per_window
+            # Not by a Loader's own methods, which begin anew from a state at the end.
+            self._iterator = LoaderIterator(source) if isinstance(source, Loader) else iter(source)
+            if not spec.read_through:
+                self._find_state(source)
+            self._start(source, mark)
         while self._place < windows * spec.samples_per_window and not self._ended:
             self.take()
+
+    def _find_state(self, source: Any) -> None:
+        for holder in (self._iterator, source):
+            if isinstance(holder, BaseNode) or (
+                    hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")):
+                self._stateful = holder
+                named = type(source if hasattr(source, "state_dict") else holder)
+                self.kind = f"{named.__module__}.{named.__qualname__}"
+                return
+
+    def _start(self, source: Any, mark: LanePosition) -> None:
+        """Move the source to the state of a position; without one, leave it at its start."""
+        state = decode(mark.state) if self._stateful is not None else None
+        if state is not None:
+            self._place = mark.windows * self._spec.samples_per_window
+        if state is not None or isinstance(source, BaseNode | Loader):
+            self._key(0)  # it reads the first samples, in threads, or those before the state again
+        if isinstance(self._iterator, BaseNode):
+            if state is not None or isinstance(source, BaseNode | Loader):
+                self._iterator.reset(state)
+        elif state is not None:
+            self._stateful.load_state_dict(state)
+            if self._stateful is not self._iterator:
+                self._iterator = iter(source)  # a loaded state applies to the next iterator
 
     def take(self) -> list[tuple[int, Any]]:
         """The samples of the next window, each with its position in this iterator: fewer at the end
@@ -140,15 +166,9 @@ class LaneIterator:
     def mark(self, windows: int) -> LanePosition:
         """The current position, after `windows` windows of the epoch."""
         state = None
-        if self.stateful is not None and not self._ended:
-            with self._named("the state_dict of"):
-                # Converted through JSON: the form in which it is restored, and a copy that later
-                # reads don't change.
-                live = self.stateful.state_dict()
-                if (key := _odd_key(live)) is not None:
-                    raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
-                                    "saved as JSON, which would restore the key as a string")
-                state = json.loads(json.dumps(live))
+        if self._stateful is not None and not self._ended:
+            with self._named("the state_dict() at"):
+                state = encode(self._stateful.state_dict())
         return LanePosition(windows=windows, state=state, ended=self._ended)
 
     def _key(self, *place: int) -> None:
@@ -178,24 +198,6 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
     lanes = lanes if hasattr(dataset, "lane") else 1
     spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=count, seed=seed)
     return [sample for _, sample in LaneIterator(spec, number=0, epoch=0).take()]
-
-
-def stateful_iterator(dataset: Any, *, lanes: int, seed: int) -> Any:
-    """The object whose state_dict is the position in lane 0 of a new data set; None if samples are
-    read again from the start of an epoch."""
-    begin_epoch(dataset, 0, seed=seed)
-    spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=1, seed=seed)
-    return LaneIterator(spec, number=0, epoch=0).stateful
-
-
-def _odd_key(value: Any) -> Any:
-    """A dict key inside `value` that is not a string; None if there is none."""
-    entries: Any = value if isinstance(value, list | tuple) else ()
-    if isinstance(value, dict):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            return odd[0]
-        entries = value.values()
-    return next((key for key in map(_odd_key, entries) if key is not None), None)
 
 
 @dataclass(frozen=True)

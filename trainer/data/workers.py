@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.sample_errors import SampleError, WorkerTraceback, this_worker
+from trainer.data.sample_errors import (
+    SampleError,
+    WorkerTraceback,
+    summarize_exception,
+    this_worker,
+)
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.stop_signals import STOP_SIGNALS
+
+T = TypeVar("T")
 
 SMALL = 128 << 10
 """Size limit in bytes for sending a tensor through a loader process's pipe. Larger tensors go
@@ -77,6 +86,43 @@ class DataReader(Iterator[Any]):
         shutdown = getattr(self._iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+
+
+def call_in_child(function: Callable[[], T], *, daemon: bool) -> T:
+    """The result of a function in a forked process, which leaves no trace in this one.
+
+    Args:
+        daemon: the process can't have child processes, as a loader process can't.
+
+    Raises:
+        RuntimeError: the function raised, or the process died.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(function, sender, os.getpid()), daemon=daemon)
+    process.start()
+    sender.close()
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        result, error = None, "the process died"
+    finally:
+        receiver.close()
+        process.join()
+    if error:
+        raise RuntimeError(error)
+    return result
+
+
+def _answer(function: Callable[[], Any], sender: Connection, parent: int) -> None:
+    _start_worker(parent, 0, 0)
+    try:
+        sender.send((function(), ""))
+    except BaseException as error:
+        sender.send((None, summarize_exception(error)))
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(0)  # without waiting for threads of the data set
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ class MetricAccumulator:
                               f"{list(names)} now; return the same for each micro-batch.")
         numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
         row: list[Any] = [
-            float(n) if not isinstance(n, Tensor) else float(n.item()) if self._on_host
-            else n.detach() for n in numbers]
+            float(n) if not isinstance(n, Tensor) else
+            float(n.item()) if self._on_host or n.is_cpu else n.detach() for n in numbers]
         if not samples:
             row, total = [0.0] * len(row), total * 0
         self._rows.append(row)
@@ -209,7 +209,7 @@ class Objective(nn.Module):
             self.accumulator.set_requests(
                 requests_if_last, *(self._look_at_buffers() if samples else before))
             if self.stats_carrier is not None:
-                sums = _stack(list(self.accumulator.take()), self._device)
+                sums = stack(list(self.accumulator.take()), self._device)
                 padded = functional.pad(sums, (0, CAPACITY - len(sums)))
                 loss = loss + torch.dot(self.stats_carrier, padded)
         return loss
@@ -232,12 +232,14 @@ class Objective(nn.Module):
         """Make the next loss a NaN (fault injection)."""
         self._next_is_nan = True
 
-    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
+    def take_sums(self, num_ranks: int, scale: Tensor | None = None) -> Vector:
         """Return the reduced sums of the step, on the device unless reading them is free; reset.
         They contain `scale`, the factor of the loss in backward (fp16)."""
         if self.stats_carrier is None:
             return self._on_device(self.accumulator.take())
-        factor = num_ranks / scale
+        factor: float | Tensor = num_ranks
+        if scale is not None:
+            factor = num_ranks / (float(scale) if self._on_host else scale)
         reduced, self.stats_carrier.grad = self.stats_carrier.grad, None
         assert reduced is not None, "no synchronised backward has run"
         reduced = reduced[: self.accumulator.width]
@@ -255,7 +257,8 @@ class Objective(nn.Module):
         return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
-        return sums if self._on_host or isinstance(sums, Tensor) else _stack(sums, self._device)
+        return (sums if self._on_host or isinstance(sums, Tensor) or not sums
+                else stack(sums, self._device))
 
     def forget(self) -> None:
         """Reset, after forwards that belong to no step."""
@@ -263,20 +266,24 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             self.stats_carrier.grad = None
 
-    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[StepSums, float]:
-        """Copy the sums and the gradient norm to the host, in one transfer, for which the host
-        waits."""
+    def read_sums(self, vector: Vector, grad_norm: Tensor, scale: Tensor | None = None
+                  ) -> tuple[StepSums, float, float | None]:
+        """Copy the sums, the gradient norm and the loss scale to the host, in one transfer, for
+        which the host waits."""
+        others = [n for n in (grad_norm, scale) if n is not None]
         if isinstance(vector, list):
-            values, norm = vector, float(grad_norm)
+            values, (norm, *scales) = vector, map(float, others)
         else:
-            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
-            values = self._round_counts(numbers)
+            numbers = torch.cat([vector, *(n.reshape(1).float() for n in others)]).tolist()
+            values = self._round_counts(numbers[: len(vector)])
+            norm, *scales = numbers[len(vector) :]
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
         pairs = zip(values[len(_FIXED) :: 2], values[len(_FIXED) + 1 :: 2], strict=True)
         metrics = dict(zip(self.accumulator.names or (), pairs, strict=True))
-        return StepSums(loss, count, round(samples), round(replaced), requests, metrics), norm
+        sums = StepSums(loss, count, round(samples), round(replaced), requests, metrics)
+        return sums, norm, scales[0] if scales else None
 
 
 def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
@@ -305,11 +312,14 @@ def _sum_on_host(numbers: Iterable[float]) -> float:
     return reduce(add, numbers, 0.0)  # `sum` rounds otherwise from Python 3.12 on
 
 
-def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Stack scalars to a float32 vector on the device, without waiting for the device."""
+def stack(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.float32
+          ) -> Tensor:
+    """Stack scalars, of the host or the device, to a vector on the device, without waiting for the
+    device."""
     return torch.stack([
-        n.to(device, torch.float32) if isinstance(n, Tensor)
-        else torch.full((), n, dtype=torch.float32, device=device) for n in numbers])
+        n.detach().reshape(()).to(device, dtype)
+        if isinstance(n, Tensor) and n.device.type == device.type
+        else torch.full((), float(n), dtype=dtype, device=device) for n in numbers])
 
 
 def _snap(value: float) -> float:

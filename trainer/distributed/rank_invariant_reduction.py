@@ -76,14 +76,15 @@ class ReductionPlan:
 
     leaves: int
     spans: tuple[tuple[Span, ...], ...]  # subtrees of each rank; round n exchanges the n-th
-    order: list[int]  # index of each micro-batch's row among the rows of all ranks
+    order: Tensor  # index of each micro-batch's row among the rows of all ranks; on the device
 
     @classmethod
-    def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
+    def of(cls, leaves: int, num_ranks: int, device: torch.device | None = None) -> ReductionPlan:
         ranks, each = range(num_ranks), micro_batches_per_rank(leaves, num_ranks)
+        order = [rank * each + place for rank in ranks
+                 for place in range(len(block(leaves, rank, num_ranks)))]
         return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in ranks),
-                   [rank * each + place for rank in ranks
-                    for place in range(len(block(leaves, rank, num_ranks)))])
+                   torch.tensor(order, device=device))
 
 
 class GradientLayout:
@@ -172,7 +173,7 @@ class BatchNormStatistics:
         torch._foreach_copy_(self._views, self._kept)
         base, base_count = self._memory[: self._split], self._memory[self._split :]
         calls = rows[:, self._split :] - base_count
-        counts = base_count + calls.cumsum(0)
+        counts = base_count + calls.long().cumsum(0)  # CUDA sums floats in any order
         decays = (self._decay**calls).index_select(1, self._owner)
         now = base
         for i, (made, decay) in enumerate(zip(rows[:, : self._split], decays, strict=True)):
@@ -207,7 +208,9 @@ class RankInvariantReduction:
         self._shared = frozenset(self.statistics.live)  # buffers that stay equal on all ranks
         buffers.note_shared(self._shared)
         self._layout = GradientLayout(self._parameters)
-        self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
+        self._device = parameters[0].device
+        self._make_plan = functools.cache(partial(
+            ReductionPlan.of, num_ranks=world.size, device=self._device))
         self._allocated: list[GradientBuffer] = []
         self._open: GradientBuffer | None = None  # the one to which backward adds
         self._pieces: dict[Any, Tensor] = {}
@@ -272,8 +275,10 @@ class RankInvariantReduction:
         row = self._rows[index]
         row[: len(own)] = torch.tensor(own, dtype=row.dtype) if isinstance(own, list) else own
         if self._optional:
-            used = torch.tensor([float(i in self._used) for i in range(len(self._parameters))])
-            row[len(own) : len(own) + len(used)] = used * (spec.number >= 0)
+            used = torch.tensor([float(i in self._used and spec.number >= 0)
+                                 for i in range(len(self._parameters))],
+                                dtype=row.dtype, pin_memory=row.is_cuda)
+            row[len(own) : len(own) + len(used)].copy_(used, non_blocking=True)
             self._used.clear()
         if self.statistics.live:
             torch._foreach_copy_(self._records[index], self.statistics.live)
@@ -300,7 +305,7 @@ class RankInvariantReduction:
         micro_batches = -(-self._batch_plan.global_size // self._batch_plan.micro_size)
         max_rows = micro_batches_per_rank(micro_batches, self._size)
         rows = torch.zeros(max_rows, self._width + self.statistics.width, dtype=torch.float64,
-                           device=self._parameters[0].device)
+                           device=self._device)
         self._records = [self.statistics.views(row[self._width :]) for row in rows]
         return rows
 
@@ -347,7 +352,7 @@ class RankInvariantReduction:
             self._wait_for_peers()
             total = self._add_up()
             all_rows = all_rows.flatten(0, 1)
-            numbered = all_rows[plan.order]
+            numbered = all_rows.index_select(0, plan.order)
         used = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
         for i, (parameter, view) in enumerate(zip(self._parameters, total.gradients, strict=True)):
             parameter.grad = view if used is None or used[i] else None

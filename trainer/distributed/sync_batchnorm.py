@@ -1,8 +1,9 @@
 """Batch normalisation over the samples of all ranks, on any device, for stand-ins too.
 
-`nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same with
-one all-gather each in the forward and backward, whose rows every rank combines in the same order:
-statistics and buffers have the same bits on all ranks.
+`nn.SyncBatchNorm` refuses CPU tensors in training mode, and on a GPU it reads back which ranks have
+samples, three times per layer and forward (pytorch #78656). `SyncBatchNorm` here computes the same
+with one all-gather each in the forward and backward, whose rows every rank combines in the same
+order: statistics and buffers have the same bits on all ranks, and no host waits for a GPU.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def convert(model: nn.Module, world_size: int, device_type: str,
              and (world_size > 1 or (isinstance(m, nn.SyncBatchNorm) and not on_cuda))]
     for module in found:
         group = process_group or getattr(module, "process_group", None)
-        module.__class__ = CudaSyncBatchNorm if on_cuda else SyncBatchNorm
+        module.__class__ = SyncBatchNorm
         cast(SyncBatchNorm, module).process_group = group
-    if found and not on_cuda:
+    if found:
         _exclude_from_compilation()
     return model, len(found)
 
@@ -84,28 +85,15 @@ def without_samples() -> Iterator[None]:
 
 def is_synchronised(module: nn.Module) -> bool:
     """Whether the next forward of a module computes the statistics of several ranks."""
-    return (isinstance(module, SyncBatchNorm | CudaSyncBatchNorm) and module.training
+    return (isinstance(module, SyncBatchNorm) and module.training
             and dist.is_initialized() and dist.get_world_size(module.process_group) > 1)
 
 
-def _forward_alone(module: CudaSyncBatchNorm | SyncBatchNorm, input: Tensor) -> Tensor:
+def _forward_alone(module: SyncBatchNorm, input: Tensor) -> Tensor:
     """Collective. Normalise by the input's own statistics, and take part with 0 samples."""
     output = torch.batch_norm(input, module.weight, module.bias, None, None, True, 0.0, module.eps,
                               torch.backends.cudnn.enabled)
     return output + module(input[:0]).sum()
-
-
-class CudaSyncBatchNorm(nn.SyncBatchNorm):
-    """`nn.SyncBatchNorm` for stand-ins, and with a fix for empty batches in bf16 or fp16: torch
-    2.14 sends zeros in the input's dtype while the peers send fp32, so the all-gather mixes sizes.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not _has_samples and input.numel() and is_synchronised(self):
-            return _forward_alone(self, input)
-        if self.training and input.numel() == 0 and input.dtype in (torch.bfloat16, torch.float16):
-            return super().forward(input.float()).to(input.dtype)
-        return super().forward(input)
 
 
 class SyncBatchNorm(BatchNorm):
@@ -126,32 +114,44 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Collective in training mode. Input (N, C, …); the output has its shape and type. One
-        value per channel on all ranks together is a ValueError on all of them, as in torch."""
+        value per channel on all ranks together is a ValueError on all of them, as in torch; on a
+        GPU it makes the running variance NaN."""
         if not is_synchronised(self):
             return super().forward(input)
         self._check_input_dim(input)
         if not _has_samples and input.numel():
             return _forward_alone(self, input)
-        mean, variance, count = _global_statistics(input.detach(), self)
+        mean, variance, total = _global_statistics(input.detach(), self)
+        if input.is_cuda:
+            self._update_buffers(mean, variance, total)
+            return _NormalizeOnCuda.apply(input, self.weight, self.bias, mean, variance, total,
+                                          self)
+        count = int(total)
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when training, got input size "
                              f"{tuple(input.shape)} on this rank and one value on all ranks")
         if count == 0:  # no rank has a sample: an empty output with a graph, and no update
             return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
-        if self.track_running_stats:
-            self._update_buffers(mean, variance, count)
+        self._update_buffers(mean, variance, count)
         return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self)
 
-    def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+    def _update_buffers(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
+        """A `count` on the device may be 0; the buffers stay the same then."""
+        if not self.track_running_stats:
+            return
+        on_host = isinstance(count, int)
+        tracked, counts = self.num_batches_tracked, on_host or count > 0
+        factor: float | Tensor | None = self.momentum
+        if tracked is not None:
+            tracked.add_(counts)
             if factor is None:  # the cumulative average
-                factor = 1.0 / float(self.num_batches_tracked)
+                factor = 1.0 / (float(tracked) if on_host else tracked.double().clamp(min=1))
         if self.running_mean is not None and self.running_var is not None:
+            weight: float | Tensor = counts * (0.0 if factor is None else factor)
             unbiased = variance * (count / (count - 1))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor or 0.0)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor or 0.0)
+            for buffer, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                buffer.lerp_(new.to(buffer.dtype), weight.to(buffer.dtype)
+                             if isinstance(weight, Tensor) else weight)
 
 
 def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
@@ -159,15 +159,19 @@ def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
     rows = row.new_empty(dist.get_world_size(module.process_group), row.numel())
     began_s = 0.0 if module.communication is None else module.communication.clock()
     # Sums use it too: with gloo it takes 2/3 of the time of an all-reduce, and ranks sum in order.
-    dist.all_gather(list(rows.unbind()), row, group=module.process_group)
+    if row.is_cuda:  # gloo cannot gather to one tensor
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(rows, row, group=module.process_group)
+    else:
+        dist.all_gather(list(rows.unbind()), row, group=module.process_group)
     if module.communication is not None:
         module.communication.add_collective(began_s)
     return rows
 
 
-def _global_statistics(x: Tensor, module: SyncBatchNorm) -> tuple[Tensor, Tensor, int]:
-    """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks; NaN, NaN
-    and 0 without samples.
+def _global_statistics(x: Tensor, module: SyncBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Collective. Mean (C,), biased variance (C,) and values per channel (a float64 scalar), over
+    all ranks; zeros without samples.
 
     Each rank's (mean, variance, count) are combined without cancellation: Chan, Golub, LeVeque,
     "Algorithms for computing the sample variance" (1983), with M2 = variance * count.
@@ -176,16 +180,16 @@ def _global_statistics(x: Tensor, module: SyncBatchNorm) -> tuple[Tensor, Tensor
     if x.numel() == 0:
         row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     else:
-        own_mean, own_variance = torch.ops.aten.batch_norm_update_stats(
-            x.to(dtype), None, None, 0.0)
+        wide = x if x.is_cuda else x.to(dtype)  # CUDA's kernel sums in `dtype` by itself
+        own_mean, own_variance = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
         own_count = x.new_full((1,), x.numel() // channels, dtype=torch.float64)
         row = torch.cat((own_mean, own_variance, own_count))  # in fp64
     means, variances, counts = _gather_rows(row, module).split((channels, channels, 1), dim=1)
     count = counts.sum()
-    shares = counts / count
+    shares = counts / count.clamp(min=1)
     mean = (means * shares).sum(0)
     variance = (means - mean).square_().add_(variances).mul_(shares).sum(0)
-    return mean.to(dtype), variance.to(dtype), int(count)
+    return mean.to(dtype), variance.to(dtype), count
 
 
 class _Normalize(torch.autograd.Function):
@@ -236,8 +240,52 @@ class _Normalize(torch.autograd.Function):
                 sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None)
 
 
+class _NormalizeOnCuda(torch.autograd.Function):
+    """`_Normalize` by the kernels of `nn.SyncBatchNorm`, with one pass over memory in the forward
+    and two in the backward. `count` is on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+                variance: Tensor, count: Tensor, module: SyncBatchNorm) -> Tensor:
+        x, scale = _dense(x), torch.rsqrt(variance + module.eps)
+        ctx.save_for_backward(x, weight, mean, scale, count.reshape(1).to(torch.int32))
+        ctx.module = module
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        weight, bias = _cast(weight, mean.dtype), _cast(bias, mean.dtype)
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, module.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Collective if the input needs a gradient."""
+        x, weight, mean, scale, count = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        g, wide, zeros = _dense(grad_output), _cast(weight, mean.dtype), torch.zeros_like(mean)
+        # Σ g, Σ g * (x - mean), Σ g * y, Σ g
+        sums = (zeros,) * 4 if x.numel() == 0 else torch.batch_norm_backward_reduce(
+            g, x, mean, scale, wide, needs_x, needs_weight, needs_bias)
+        grad_x = None
+        if needs_x:
+            sum_g, sum_gx = _gather_rows(torch.cat(sums[:2]), ctx.module).sum(0).chunk(2)
+            grad_x = torch.empty_like(x) if x.numel() == 0 else torch.batch_norm_backward_elemt(
+                g, x, mean, scale, wide, sum_g, sum_gx, count)
+        return (grad_x, sums[2].to(weight.dtype) if needs_weight else None,
+                sums[3].to(weight.dtype) if needs_bias else None, None, None, None, None)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A tensor in a memory format that the CUDA kernels know."""
+    formats = (torch.channels_last, torch.channels_last_3d)
+    return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
+
+
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
             eps: float) -> Tensor:
     """Normalise with the given statistics, in one pass over memory."""
-    weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
-    return torch.ops.aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+    return torch.ops.aten.native_batch_norm(
+        x, _cast(weight, mean.dtype), _cast(bias, mean.dtype), mean, variance, False, 0.0, eps)[0]
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return tensor if tensor is None else tensor.to(dtype)

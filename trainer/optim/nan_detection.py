@@ -38,19 +38,51 @@ class Origin:
 
 
 class _NanMode(TorchDispatchMode):
-    """Calls `on_nan` with the name of each operation that creates a NaN from inputs without one."""
+    """Reports the first operation that creates a NaN from inputs without one. What a device has
+    found is read by `finish`: an operation does not wait for it.
 
-    def __init__(self, on_nan: Callable[[str], None]) -> None:
+    Args:
+        origin: of the operation with this name, which runs now.
+    """
+
+    def __init__(self, origin: Callable[[str], Origin], report: Callable[[Origin], None]) -> None:
         super().__init__()
-        self._on_nan = on_nan
+        self._origin, self._report, self._reported = origin, report, False
+        self._on_device: list[tuple[Origin, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        clean = not _has_nan((args, kwargs))
+        before = self._reported or _has_nan((args, kwargs))
         out = func(*args, **kwargs)
-        if clean and not any(word in str(func) for word in IGNORED_OPERATIONS) and _has_nan(out):
-            self._on_nan(str(func))
+        if before is True or any(word in str(func) for word in IGNORED_OPERATIONS):
+            return out
+        after = _has_nan(out)
+        if after is False:
+            return out
+        made = after & ~before if isinstance(before, Tensor) else after
+        if isinstance(made, Tensor):
+            self._on_device.append((self._origin(str(func)), made))
+        else:
+            self.finish()  # an earlier operation on the device comes first
+            self._report_once(self._origin(str(func)))
         return out
+
+    def finish(self) -> None:
+        """Report what a device has found; the host waits for it."""
+        found, self._on_device = self._on_device, []
+        flags = torch.stack([made for _, made in found]).tolist() if found else []
+        for (origin, _), flag in zip(found, flags, strict=True):
+            if flag:
+                return self._report_once(origin)
+
+    def forget(self) -> None:
+        """Drop what a device has found."""
+        self._on_device = []
+
+    def _report_once(self, origin: Origin) -> None:
+        if not self._reported:
+            self._reported = True
+            self._report(origin)
 
 
 @contextlib.contextmanager
@@ -64,25 +96,31 @@ def nan_detector(wrapped: nn.Module, model: nn.Module, report: Callable[[Origin]
     """
     path = next(n for n, m in wrapped.named_modules() if m is model)
     root = f"{type(wrapped).__name__}.{path}" if path else type(wrapped).__name__
-    tracker, reported = ModuleTracker(), False
+    tracker = ModuleTracker()
 
-    def on_nan(operation: str) -> None:
-        nonlocal reported
-        if reported:
-            return
-        reported = True
+    def find_origin(operation: str) -> Origin:
         inside = [n for n in tracker.parents if n == root or n.startswith(root + ".")]
         module = max(inside, key=len).removeprefix(root).removeprefix(".") if inside else None
-        report(Origin("backward", module, operation, autograd_node()) if tracker.is_bw
-               else Origin("forward", module, operation))
+        return (Origin("backward", module, operation, autograd_node()) if tracker.is_bw
+                else Origin("forward", module, operation))
 
-    with tracker, _NanMode(on_nan):
-        yield
+    mode = _NanMode(find_origin, report)
+    try:
+        with tracker, mode:
+            yield
+    except torch.AcceleratorError:
+        mode.forget()  # the device does not answer any more
+        raise
+    finally:
+        mode.finish()
 
 
-def _has_nan(values: Any) -> bool:
-    return any(
-        isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-        and value.layout == torch.strided and bool(torch.isnan(value).any())
-        for value in tree_leaves(values)
-    )
+def _has_nan(values: Any) -> bool | Tensor:
+    """Whether a tensor has a NaN; a tensor if only a device knows, for which nobody has waited."""
+    flags = [torch.isnan(value).any() for value in tree_leaves(values)
+             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+             and value.layout == torch.strided]
+    if any(flag for flag in flags if flag.is_cpu):
+        return True
+    on_device = [flag for flag in flags if not flag.is_cpu]
+    return torch.stack(on_device).any() if on_device else False

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_GAVE_UP
+from trainer.storage.records import Kind, is_count, is_text, optional
+from trainer.telemetry.events import ALWAYS
 
 Event = Mapping[str, Any]
+
+RUN = Kind(needed={"run": is_text, "attempt": is_count}, known={"launch": optional(is_text)})
+"""Content of run.json."""
 
 CAUSES = ("failure", "death", "hang", "stop")
 """Events that give the cause of an attempt's end; other ranks report it as `lost-peer`."""
@@ -52,12 +57,14 @@ def read_attempts(events: Iterable[Event], owner: str | None = None) -> list[Att
     attempts: dict[int, Attempt] = {}
     reached: dict[int, int | None] = {}
     for event in events:
-        number, name = event.get("attempt", -1), event.get("event")
+        if not event.keys() >= ALWAYS:
+            continue
+        number, name = event["attempt"], event["event"]
         if name == "start" and (event["rank"] == 0 or number not in attempts):
             # Use rank 0's event; in the folder of a node without rank 0, the first one.
             reached[number] = event.get("reached") if event["rank"] == 0 else None
             attempts[number] = Attempt(
-                number=number, world_size=event["world_size"], start_step=event["step"],
+                number=number, world_size=event.get("world_size", 0), start_step=event["step"],
                 end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
                 nonce=event.get("nonce"))
         elif number in attempts:
@@ -119,12 +126,14 @@ def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Atte
 
 
 def failed_step(event: Event) -> int:
-    return event.get("failed_step", event["step"])
+    step: int | None = event.get("failed_step")
+    return event["step"] if step is None else step
 
 
 def failure_sentence(event: Event) -> str:
     """A failure in one line: rank, step, phase, attempt and reason."""
-    place = (f"step {failed_step(event)} ({event.get('failed_phase') or event['phase']}), "
+    phase = event.get("failed_phase") or event.get("phase")
+    place = (f"step {failed_step(event)} ({phase}), "
              f"attempt {event['attempt']}")
     if _is_secondary(event):
         return f"a peer of rank {event['rank']} was lost at {place}"

@@ -133,6 +133,23 @@ _LIMITS = (
 """Errors of a GPU, and exhausted resources: a pattern of the message, and the remedy. Of torch's
 RuntimeErrors and the dynamic linker's ImportErrors only the message tells."""
 
+_NONDETERMINISTIC = re.compile(r"([\w ]+?) does not have a deterministic implementation")
+_DETERMINISTIC = (
+    ("nll_loss2d", "put the class axis last: cross_entropy(logits.movedim(1, -1).flatten(0, -2), "
+                   "target.flatten()), as trainer.losses has it"),
+    ("upsample_", "use torch.nn.Upsample(mode='nearest'), repeat_interleave or a transposed "
+                  "convolution"),
+    ("adaptive_avg_pool|adaptive_max_pool|adaptivemaxpool",
+     "use mean() or amax() over the axes, or a pooling of a fixed kernel size"),
+    ("max_pool3d|avg_pool3d|fractional_max_pool|max_unpool", "use a convolution with a stride"),
+    ("reflection_pad|replication_pad", "pad with zeros, or by torch.cat of slices"),
+    ("cumsum", "sum integers, or in float on the CPU"),
+    ("kthvalue|median", "use sort()"),
+    ("bincount|histc", "use new_zeros(bins).index_add_(0, places, weights)"),
+    ("embedding_bag", "use mode='sum' or 'mean'"),
+)
+"""Operations of torch without a deterministic kernel on a GPU: a pattern, and what has one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
@@ -193,15 +210,26 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error at a system limit; "" if none is known."""
+    """Remedy for an error at a system limit, or an operation that torch refuses because it is not
+    deterministic; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError | RuntimeError | ImportError):
+            text = text_of(seen)
+            if found := _NONDETERMINISTIC.search(text):
+                return _deterministic_remedy(found[1].split()[0])
             for words, helps in _LIMITS:
-                if re.search(words, text_of(seen), re.IGNORECASE):
+                if re.search(words, text, re.IGNORECASE):
                     return helps
         seen = seen.__cause__
     return ""
+
+
+def _deterministic_remedy(operation: str) -> str:
+    other = "".join(f"{helps}, or " for words, helps in _DETERMINISTIC
+                    if re.search(words, operation, re.IGNORECASE))
+    return (f"for exact restarts, {operation} must be replaced in the model or the loss: {other}"
+            "continue with --numerics.deterministic off, without equal bits after a restart")
 
 
 def explain_memory(memory: str, phase: str, config: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.storage.files import fsync_folder, make_folder, write_file
+from trainer.storage.files import fsync_folder, make_subfolder, write_file
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
@@ -133,7 +133,7 @@ class FaultInjector:
                 if self._faults.pop(name, None) is None:
                     return
                 if self._fired is not None:
-                    make_folder(self._fired)
+                    make_subfolder(self._fired)
                     write_file(self._fired / name, ())
                     fsync_folder(self._fired)
         if self._log is not None:

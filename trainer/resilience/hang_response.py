@@ -20,6 +20,7 @@ from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.launcher_channel import tell
 from trainer.resilience.progress_marks import ProgressMarks, read_marks
 from trainer.storage.files import display_path
+from trainer.storage.layout import STACKS
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import say
@@ -93,7 +94,7 @@ class Alarm:
 
     def _report(self, alarm: dict[str, Any]) -> None:
         folder, why, limit_s = self._log.folder, alarm["why"], alarm["limit_s"]
-        where = "stderr" if folder is None else display_path(folder / stack_dumps.FOLDER)
+        where = "stderr" if folder is None else display_path(folder / STACKS)
         usual = f"--watchdog.limit-s {limit_s:g}"
         close = f"; the stacks of all ranks are in {where}"
         for culprit, place in alarm["culprits"].items():

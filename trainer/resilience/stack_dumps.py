@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 from trainer.resilience import processes
+from trainer.storage.files import make_subfolder, open_regular
+from trainer.storage.layout import STACKS
 
-FOLDER = "stacks"
 WORKER = "loader "  # prefix of a loader worker's process name
 DUMPS = "trainer-stacks"  # memory file to which a worker writes its stacks on SIGUSR2
 WORKER_S = 1.0  # seconds that a worker may take to write them
@@ -58,9 +59,10 @@ def worker_stacks() -> tuple[str, list[str]]:
 
 
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
-    path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    path = folder / STACKS / f"attempt-{attempt}-rank-{rank}.txt"
+    make_subfolder(path.parent)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(descriptor, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 

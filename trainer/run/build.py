@@ -6,6 +6,7 @@ Three of them act on what an earlier one returned: `_initialize` loads the weigh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -30,6 +31,7 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
+from trainer.config.secrets import is_secret
 from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -113,8 +115,8 @@ def _find_resumption(
     Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
-    doubts = startup_checks.check_stream(setup, context.log, config.seed)
     if found is None:
+        doubts = startup_checks.check_stream(setup, world, context.log, config)
         report, more = _initialize(context, setup)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
@@ -129,10 +131,11 @@ def _find_resumption(
     check_fit(found, folder.store, setup.model, world)
     setup, where = carry_over(config, setup, found)
     setup.lengths.set(setup.plan.steps_per_epoch, setup.intervals.total)
-    setup.lengths.load_state_dict(saved.parts["horizon"])
+    if "horizon" in saved.parts:
+        setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=[*saved.inexact, *doubts])
+                                              before=saved.inexact)
     context.status.move_to(position)
     if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
         run_dir.refuse_finished(context.path, world, position)
@@ -177,7 +180,7 @@ def _enter_folder(
     is_over = resumption.position >= setup.intervals.total
     world.fail_together(partial(_make_room, context, folder.store, is_over=is_over))
     events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
-    folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
+    folder.given_hints.update(event["hint"] for event in events if "hint" in event)
     # If configuration or task have changed, a failure at the same step is no repetition.
     version = circumstances.hash_json(
         [command_line.to_toml(config), resumption.circumstances["code"]])
@@ -274,9 +277,10 @@ def _arm(
         if not (saved := folder.store.checkpoints()):
             raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet")
         newest = saved[-1].path / layout.MODEL
-        data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 1
-        newest.write_bytes(data)
+        with open(files.open_regular(newest, os.O_RDWR), "r+b") as file:
+            middle = os.fstat(file.fileno()).st_size // 2
+            byte = os.pread(file.fileno(), 1, middle)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), middle)
 
     def no_space() -> None:
         raise fault_injection.no_space(folder.store.folder)
@@ -339,7 +343,9 @@ def _write_description(
 ) -> None:
     """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
+    has_secret = any(is_secret(name) and value for name, value, _ in config.leaves())
+    files.replace_text(path / layout.CONFIG, command_line.to_toml(config),
+                       mode=0o600 if has_secret else 0o666)
     label, why = resumption.decision.label, resumption.decision.why
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         label, why = "equivalent", "--numerics.deterministic is off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ from trainer.distributed.device import describe_gpus, driver_version
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
+from trainer.storage.files import read_file
 from trainer.task import SPLITS
 
 _OWN = Path(trainer.__file__).parent
@@ -80,9 +82,20 @@ def package_version(name: str) -> str | None:
     if version is None:
         try:
             version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, ValueError):  # or no name of a package
             return None
     return str(version)
+
+
+def code_on_disk(names: Iterable[str]) -> dict[str, str]:
+    """File → hash, of those files of `loaded_code` that the import path has, without importing."""
+    found = {}
+    for name in names:
+        for folder in sys.path:
+            with contextlib.suppress(OSError, ValueError):  # no such file there
+                found[name] = xxhash.xxh3_64(read_file(Path(folder, name))).hexdigest()
+                break
+    return found
 
 
 def hash_json(value: Any) -> str:

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.data.workers import DataReader
+from trainer.distributed.ddp import stack
 from trainer.distributed.partition import block, micro_batches_per_rank
+from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
@@ -46,11 +49,12 @@ class Scores:
 
 @dataclass(kw_only=True)
 class _Sums:
-    """Sums over the batches of a rank."""
+    """Sums over the batches of a rank, which stay on the device: nobody waits for a batch."""
 
+    device: torch.device
     names: list[list[str]] = field(default_factory=list)
     """Names of the metrics: one list, unless batches have different ones."""
-    rows: dict[int, list[float]] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
     """Batch → sum and count of the loss and each metric, and the number of samples."""
     table: Tensor | None = None
 
@@ -64,14 +68,25 @@ class _Sums:
         total, metrics = check_outcome(outcome)
         if [*metrics] not in self.names:
             self.names.append([*metrics])
-        pairs = [(total, outcome.count), *metrics.values()]
-        row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
+        on_mps = self.device.type == "mps"  # which has no float64
         if micro.samples:
-            self.rows[micro.spec.number] = [*row, float(micro.samples)]
+            pairs = [(total, outcome.count), *metrics.values(), (micro.samples,)]
+            self.rows[micro.spec.number] = stack(
+                [*chain.from_iterable(pairs)], self.device,
+                torch.float32 if on_mps else torch.float64)
         if outcome.table is not None:
-            table = outcome.table.cpu().double()  # mps has no float64
+            table = (outcome.table.cpu() if on_mps else outcome.table).double()
             self.table = torch.zeros_like(table) if self.table is None else self.table
             self.table += table if micro.samples else 0
+
+    def read(self, width: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """The rows of all batches (count, width), zeros for those of other ranks, and the table, on
+        the host, which waits for the device."""
+        rows = torch.zeros(count, width, dtype=torch.float64)
+        with waiting_for(WaitsFor.DEVICE):
+            if self.rows:
+                rows[list(self.rows)] = torch.stack(list(self.rows.values())).cpu().double()
+            return rows, None if self.table is None else self.table.cpu()
 
 
 @dataclass(kw_only=True)
@@ -120,16 +135,14 @@ class Evaluator:
                               "batch, (0, 0) for a batch with nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
         # table holds integers, whose sum is exact in any order.
-        rows = torch.zeros(count, 2 * len(names) + 3, dtype=torch.float64)
-        for number, row in sums.rows.items():
-            rows[number] = torch.tensor(row, dtype=torch.float64)
+        rows, table = sums.read(2 * len(names) + 3, count)
         self.world.all_sum(rows)
-        if sums.table is not None:
-            self.world.all_sum(sums.table)
+        if table is not None:
+            self.world.all_sum(table)
         means = {n: s / c if c else float("nan")
                  for n, (s, c) in zip(["loss", *names], _pairs(rows), strict=True)}
-        means |= {n: float(figure(means, sums.table)) for n, figure in self.figures.items()}
-        return Scores(loss=means.pop("loss"), metrics=means, table=sums.table,
+        means |= {n: float(figure(means, table)) for n, figure in self.figures.items()}
+        return Scores(loss=means.pop("loss"), metrics=means, table=table,
                       samples=round(float(rows[:, -1].sum())))
 
     def _sums(self) -> _Sums | None:
@@ -137,8 +150,7 @@ class Evaluator:
         mine = list(block(self._count, self.world.rank, self.world.size))
         # Each rank computes equally many, for collectives of the task: -1 is a stand-in.
         mine += [-1] * (micro_batches_per_rank(self._count, self.world.size) - len(mine))
-        sums = _Sums()
-        buffers, moved = Buffers(self.model), set[str]()
+        sums, buffers = _Sums(device=self.world.device), Buffers(self.model)
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
         for micro in self.batches(mine):
@@ -150,12 +162,12 @@ class Evaluator:
             rng.key(own, seed, rng.EVALUATE, number)
             # Buffers must not carry over: a restart evaluates again, and another number of ranks
             # evaluates in another order.
-            with buffers.preserved(moved), torch.no_grad(), self.autocast():
+            with buffers.preserved(), torch.no_grad(), self.autocast():
                 outcome = loss(self.model, to_device(micro.batch, self.world.device))
             sums.add(micro, outcome)
-        if moved and not self._has_warned:
+        if not self._has_warned and (moved := buffers.moved()):
             self._has_warned = True
-            self.warn_once(f"the model's forward changes its buffers {listed(sorted(moved))} in "
+            self.warn_once(f"the model's forward changes its buffers {listed(moved)} in "
                            "eval mode too; they are restored after each batch, since an evaluation "
                            "must not change the model: guard the change with `if self.training`")
         return sums

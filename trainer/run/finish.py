@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.manifest import Listing
 from trainer.checkpoint.progress import BestTracker
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
@@ -114,8 +115,9 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
         weights = run.state.export_weights()
 
         def write() -> None:
-            files.replace_bytes(path / layout.PRODUCT, tensorfile.serialize(weights))
-            files.replace_json(path / layout.SUMMARY, summary)
+            content = Listing(tensorfile.serialize(weights))
+            files.replace_bytes(path / layout.PRODUCT, content)
+            files.replace_json(path / layout.SUMMARY, {**summary, "product": content.entry})
 
         files.when_not_full(write, run.context.log.warning)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,7 +16,7 @@ from torch import nn
 from trainer.checkpoint.buffers import Buffers
 from trainer.run.model_modes import eval_mode
 from trainer.storage import layout
-from trainer.storage.files import replace_bytes
+from trainer.storage.files import make_subfolder, open_regular, replace_bytes
 from trainer.telemetry.events import Log
 
 ANIMATION, _FRAME_MS = "training.gif", 250
@@ -40,13 +41,14 @@ class Pictures:
         try:
             from PIL import Image
 
-            with eval_mode(self.model), Buffers(self.model).preserved(set()), torch.no_grad():
+            with eval_mode(self.model), Buffers(self.model).preserved(), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
-            self.folder.mkdir(exist_ok=True)
+            make_subfolder(self.folder)
             aside = path.with_suffix(".tmp")  # not fsynced: the other ranks wait in a step
-            aside.write_bytes(_encoded(Image.fromarray(image), "PNG"))
+            with open(open_regular(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                file.write(_encoded(Image.fromarray(image), "PNG"))
             aside.rename(path)
         except Exception as error:
             self.log.warning(f"no picture of step {step}: {type(error).__name__}: {error}")

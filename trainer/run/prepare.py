@@ -17,11 +17,12 @@ from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
+from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_name
 from trainer.data.sampler import BatchPlan
-from trainer.data.stream_reader import first_samples, known_length
+from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
@@ -84,6 +85,15 @@ class Setup:
         """Makes a batch of samples."""
         return getattr(self.task, "collate", batches.collate)
 
+    def stream_spec(self, config: Config[Any]) -> StreamSpec | None:
+        """How the training data are read, if they are a stream."""
+        if not isinstance(self.data["train"], IterableDataset):
+            return None
+        return StreamSpec(
+            dataset=self.data["train"], seed=config.seed, collate=self.collate,
+            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
+            read_through=config.data.stream_resume == "read-through", limit=config.data.limit)
+
     def steps(self, duration: Duration) -> int:
         """A duration in optimizer steps."""
         return duration.steps(epoch=self.plan.steps_per_epoch, total=self.intervals.total)
@@ -128,7 +138,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
-        "data": str(getattr(task, "source", config.task)),
+        "data": masked_repr(config, str(getattr(task, "source", config.task))),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,

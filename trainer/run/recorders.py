@@ -24,7 +24,6 @@ from trainer.data.loader import MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import StreamSpec
 from trainer.data.workers import DataReader
 from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
@@ -40,10 +39,10 @@ from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.jsonl import last_records, read_records, sample_records
 from trainer.telemetry.console import Console
-from trainer.telemetry.events import Log
+from trainer.telemetry.events import EVENT, Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
-from trainer.telemetry.metrics import Sink, line_key
-from trainer.telemetry.step_timing import StepTiming, resident_mb
+from trainer.telemetry.metrics import METRIC_LINE, Sink, line_key
+from trainer.telemetry.step_timing import TIMING_LINE, StepTiming, resident_mb
 from trainer.telemetry.tensorboard import NORMS, GuardedSink, TensorBoard
 from trainer.telemetry.wandb import WandB
 
@@ -54,11 +53,7 @@ def open_source(
     """Open the source of the micro-batches at the position of `state.progress`. A stream becomes a
     part of the state, and begins at its position in the checkpoint `found`."""
     config, world, data = context.config, context.world, setup.data["train"]
-    if isinstance(data, IterableDataset):
-        spec = StreamSpec(
-            dataset=data, seed=config.seed, collate=setup.collate,
-            lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
-            limit=config.data.limit)
+    if (spec := setup.stream_spec(config)) is not None:
         stream = StreamReader(
             spec, rank=world.rank, num_ranks=world.size, workers=setup.workers,
             prefetch=config.data.prefetch, device=world.device,
@@ -99,7 +94,7 @@ def open_metrics(
     if not record.begin.offset:
         _report_gaps(context, record.kept, position)
     metrics.open(file, record, guard=folder.lock.committing, warn=log.warning)
-    history, unshown = last_records(file, NORMS), record.unshown
+    history, unshown = last_records(file, NORMS, METRIC_LINE), record.unshown
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= setup.intervals.total:  # the final metrics are shown again
         first = min(first, position)
@@ -119,13 +114,16 @@ def _report_gaps(context: Context, kept: Sequence[dict[str, Any]], position: int
     # A run that continues another one has that one's steps in another record.
     continues_other = context.config.resume not in ("auto", "never")
     begin = min(present, default=position + 1) if continues_other else 1
-    if lost := [step for step in range(begin, position + 1) if step not in present]:
+    lost = position + 1 - begin - sum(begin <= step <= position for step in present)
+    if lost > 0:
+        first = next(step for step in itertools.count(begin) if step not in present)
+        last = next(step for step in itertools.count(position, -1) if step not in present)
         context.log.warning(
-            f"{display_path(context.path / layout.METRICS)}: the lines of {len(lost)} of {position}"
-            f" steps are gone (the first is step {lost[0]}, the last {lost[-1]}), and no checkpoint"
+            f"{display_path(context.path / layout.METRICS)}: the lines of {lost} of {position}"
+            f" steps are gone (the first is step {first}, the last {last}), and no checkpoint"
             " holds them; compare will report them as missing. The training itself is not affected."
             " To repair the record, put a copy of the file there before the next start")
-        context.log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
+        context.log.event("lines-lost", first=first, last=last, count=lost)
 
 
 def _open_tensorboard(
@@ -213,8 +211,8 @@ def _other_sinks(
 
 def _earlier_s(path: Path) -> float:
     """Seconds that the run in a folder has been running."""
-    return running_s(record for file in (layout.EVENTS, layout.TIMING)
-                     for record in read_records(path / file)
+    return running_s(record for file, kind in ((layout.EVENTS, EVENT), (layout.TIMING, TIMING_LINE))
+                     for record in read_records(path / file, kind=kind)
                      if {"time", "attempt"} <= record.keys())
 
 
@@ -236,7 +234,7 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
         zero_gradients=partial(_zero_gradients, model), memory=memory)
     folder.given_hints.update(config.log.hints_off)
     hints = Hints(context.log, facts, done=folder.given_hints,
-                  lines=sample_records(context.path / layout.METRICS))
+                  lines=sample_records(context.path / layout.METRICS, METRIC_LINE))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if on_cuda:
@@ -250,9 +248,11 @@ def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int
 
 
 def _zero_gradients(model: nn.Module) -> list[str]:
-    """The parameters whose gradient is exactly zero. Synchronizes with the device."""
-    return [name for name, p in model.named_parameters()
-            if p.grad is not None and p.grad.numel() and not p.grad.to_dense().any()]
+    """The parameters whose gradient is exactly zero. The host waits once for the device."""
+    found = {name: p.grad.to_dense().any() for name, p in model.named_parameters()
+             if p.grad is not None and p.grad.numel()}
+    flags = torch.stack(list(found.values())).tolist() if found else []
+    return [name for name, flag in zip(found, flags, strict=True) if not flag]
 
 
 def open_timing(context: Context, setup: Setup, attempt: int) -> StepTiming:

@@ -18,27 +18,63 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.manifest import LISTED_FILE, check_listed
 from trainer.checkpoint.store import Store
+from trainer.config.secrets import mask_arguments
 from trainer.distributed.world import World
 from trainer.errors import (
     PATH_ERRNOS,
     AlreadyFinished,
+    CheckpointDamaged,
     ConfigError,
     GaveUp,
     LossDidNotFall,
 )
-from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
+from trainer.resilience.attempts import (
+    RUN,
+    failure_sentence,
+    read_attempts,
+    repeated_failures,
+)
 from trainer.storage import layout, tensorfile
 from trainer.storage.files import (
     display_path,
     make_folder,
-    read_json,
+    open_regular,
+    refuse_link,
     replace_json,
     when_not_full,
 )
 from trainer.storage.jsonl import CounterFile, newest_step
 from trainer.storage.locks import RunLock
+from trainer.storage.records import (
+    Kind,
+    anything,
+    is_count,
+    is_flag,
+    is_number,
+    is_text,
+    list_of,
+    optional,
+    read_json,
+    table_of,
+)
 from trainer.telemetry.events import Log, read_events
+
+SUMMARY = Kind(
+    needed={"step": is_count,
+            "best": Kind({"step": is_count, "metric": optional(is_text),
+                          "value": optional(is_number)}),
+            "test": optional(table_of(optional(is_number)))},
+    known={**dict.fromkeys(("skipped", "replaced", "planned_steps"), is_count),
+           "stopped_early": is_flag, "final_weights": is_text, "product": LISTED_FILE,
+           "overfit": Kind({"first": is_number, "last": is_number, "steps": is_count,
+                            "fell": is_flag})})
+"""Content of summary.json: the entries that readers use."""
+ENVIRONMENT = Kind(known={
+    "determinism": Kind({"label": is_text, "why": is_text}), "class_names": list_of(anything),
+    "world_size": is_count, "command": list_of(is_text)})
+"""Content of environment.json: the entries that readers use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +117,13 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
 def _read_identity(path: Path) -> dict[str, Any] | None:
     """The content of run.json, or what checkpoints and events tell without it."""
     try:
-        if identity := read_json(path / layout.IDENTITY):
+        if identity := read_json(path / layout.IDENTITY, RUN):
             return identity
         runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
         if not runs:
             return None
         attempts = [event["attempt"] for event in read_events(path / layout.EVENTS)
-                    if event.get("event") == "start"]
+                    if event.get("event") == "start" and "attempt" in event]
         return {"run": runs[-1], "attempt": max(attempts, default=0)}
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
@@ -98,8 +134,7 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
     """Collective. Raise AlreadyFinished if there are the product and a summary of `step`."""
-    is_there = world.local_rank == 0 and tensorfile.is_whole(path / layout.PRODUCT)
-    found = world.gather_json(read_json(path / layout.SUMMARY) if is_there else None)
+    found = world.gather_json(read_finished(path) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
         check_overfit(summary)
@@ -119,20 +154,31 @@ def check_overfit(summary: Mapping[str, Any]) -> None:
             "start again with another --run-dir")
 
 
+def read_finished(path: Path) -> dict[str, Any] | None:
+    """The summary of a run, if its model.safetensors is whole."""
+    try:
+        check_listed(path / layout.PRODUCT)
+    except CheckpointDamaged:
+        return None
+    is_whole = tensorfile.is_whole(path / layout.PRODUCT)
+    return read_json(path / layout.SUMMARY, SUMMARY) if is_whole else None
+
+
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last console lines of a finished run: metrics, and paths of its results."""
     best, test = summary["best"], summary["test"] or {}
     lines = [f"finished at step {summary['step']}{early_end(summary)}"
-             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
-             + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
+             + (f", {n} updates skipped" if (n := summary.get("skipped")) else "")
+             + (f", {n} bad samples replaced" if (n := summary.get("replaced")) else "")]
     if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
-    lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    lines += [f"test {name} {value:.4f}" for name, value in test.items()
+              if name != "samples" and value is not None]
     if judged := summary.get("overfit"):
         lines.append(f"the loss of one batch went from {judged['first']:.4g} to "
                      f"{judged['last']:.4g} in {judged['steps']} steps")
     return [*lines, f"best weights: {path}/{layout.PRODUCT}",
-            f"final weights: {path}/{summary['final_weights']}",
+            f"final weights: {path}/{summary.get('final_weights', layout.CHECKPOINTS)}",
             f"curves: tensorboard --logdir {path}"]
 
 
@@ -166,6 +212,8 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
     mine = {"run": identity.run_id, "attempt": identity.attempt, "launch": launch_id}
     try:
         make_folder(path)
+        for name in layout.FOLDERS:
+            refuse_link(path / name)
         warning = lock.take(launcher_pid=launcher, launch_id=launch_id)
         world.write_run_dir(lock.holds)
         if lock.holds:
@@ -182,9 +230,9 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
 
 def _check_writable(path: Path) -> None:
     """Raise OSError if an existing file, perhaps of another user, can't be written."""
-    for name in (layout.METRICS, layout.EVENTS, layout.TIMING, layout.LAST_STEP):
-        if (path / name).exists():
-            os.close(os.open(path / name, os.O_RDWR))
+    for name in layout.APPENDED:
+        if name != layout.LOCK and os.path.lexists(path / name):
+            os.close(open_regular(path / name, os.O_RDWR))
     for place in (path / layout.CHECKPOINTS, path / layout.TENSORBOARD):
         if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK,
                                             effective_ids=os.access in os.supports_effective_ids):
@@ -239,7 +287,8 @@ def clean(path: Path) -> None:
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
     """The content of environment.json."""
     return {
-        "command": sys.argv, "python": platform.python_version(), "packages": package_versions(),
+        "command": mask_arguments(sys.argv),
+        "python": platform.python_version(), "packages": package_versions(),
         "host": platform.node(), "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(), "device": str(world.device),
         "device_name": device_name(world.device), "world_size": world.size,

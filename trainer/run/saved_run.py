@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.buffers import take_shapes
+from trainer.checkpoint.manifest import check_listed
 from trainer.checkpoint.progress import LossMeter
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
@@ -27,7 +27,10 @@ from trainer.optim import optimizers, precision
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
-from trainer.storage import files, layout, tensorfile
+from trainer.run.run_dir import SUMMARY
+from trainer.storage import layout, tensorfile
+from trainer.storage.layout import EMA
+from trainer.storage.records import read_json
 
 TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
 
@@ -134,12 +137,13 @@ def find_weights(
         seen = [info.path for info in store.checkpoints()]
         try:
             if checkpoint == "best" and not seen and product.is_file():
-                summary = files.read_json(run / layout.SUMMARY) or {}
-                step = summary.get("best", {}).get("step", 0)
+                check_listed(product)
+                summary = read_json(run / layout.SUMMARY, SUMMARY)
+                step = 0 if summary is None else summary["best"]["step"]
                 return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None, None)
             return _read_weights(store, checkpoint, averaged=averaged,
                                  own_optimizer=own_optimizer)
-        except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        except (CheckpointDamaged, OSError, ValueError) as error:
             tries -= 1
             if tries and seen != [info.path for info in store.checkpoints()]:
                 continue
@@ -159,11 +163,11 @@ def _read_weights(
         info = store.verify(best or newest.step)
     else:
         info = store.verify(int(checkpoint))
-    model, average = info.path / layout.MODEL, info.path / layout.EMA
+    model, average = info.path / layout.MODEL, info.path / EMA
     state = SavedState.read(info.path)
     return CheckpointWeights(
         info.step, tensorfile.load_tensors(model),
-        tensorfile.load_tensors(average) if averaged and average.is_file() else {},
+        tensorfile.load_tensors(average) if averaged and EMA in info.manifest["files"] else {},
         (tensorfile.load_tensors(info.path / layout.OPTIMIZER), state) if own_optimizer else None,
         state.circumstances.get("threads"))
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
+from functools import partial
+from typing import Any
+
 from torch.utils.data import IterableDataset
 
 from trainer import rng
+from trainer.config.schema import Config
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
-from trainer.data.stream_reader import first_samples, stateful_iterator
+from trainer.data.stream_reader import first_samples
+from trainer.distributed.partition import block
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.run.prepare import Setup, content
+from trainer.run.stream_proof import StreamProof, prove_stream
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
 
@@ -105,19 +113,31 @@ def _adjective(split: str) -> str:
     return "training" if split == "train" else split
 
 
-def check_stream(work: Setup, log: Log, seed: int) -> list[str]:
-    """Warn of a training stream that continues by its own state_dict, which nothing has verified.
-    Returns why the run is only equivalent, if it is."""
-    dataset = work.data["train"]
-    if not isinstance(dataset, IterableDataset) or type(dataset).__module__.startswith("trainer."):
+def check_stream(work: Setup, world: World, log: Log, config: Config[Any]) -> list[str]:
+    """Collective. Refuse states of the training stream that bring back other samples, if its order
+    is reproducible; otherwise warn. Returns why the run is only equivalent, if it is."""
+    spec, choice = work.stream_spec(config), config.data.stream_resume
+    if spec is None:
         return []
-    rng.seed_all(seed, rng.DATA)
-    holder = stateful_iterator(work.task.dataset("train"), seed=seed,
-                               lanes=work.plan.global_size // work.plan.micro_size)
-    if holder is None:
-        return []
-    why = (f"the training stream continues by the state_dict of {type(holder).__name__}, which is "
-           "not verified")
-    log.warn_once(f"{why}: a restart reads other samples unless load_state_dict() restores the "
-                  "exact position, also the second time")
-    return [why]
+    if config.start_checks == "off" or multiprocessing.current_process().daemon:
+        return ["the states of the training stream are not checked"]
+    prove = partial(prove_stream, spec, block(spec.lanes, world.rank, world.size),
+                    daemon=work.workers > 0)
+    with world.long_timeout():
+        mine = world.fail_together(prove)
+        proofs = [StreamProof(**proof) for proof in world.gather_json(dataclasses.asdict(mine))]
+    problem = next((proof.problem for proof in proofs if proof.problem), "")
+    reproducible = all(proof.reproducible for proof in proofs)
+    if problem and reproducible and choice == "auto":
+        raise from_rank(0, ConfigError(
+            f"--data.stream-resume auto: {problem}, so a restart would not be exact. Make "
+            "load_state_dict() restore the exact position, buffers included; or use "
+            "--data.stream-resume read-through (a restart reads the samples of its epoch up to its "
+            "position once more: exact), or state (equivalent)."))
+    why = [problem] if problem else []
+    if not reproducible:
+        why.append("another reading of the training stream from its start gives other samples")
+        log.warn_once(f"{'; '.join(why)}; {DRAW}")
+    elif problem:
+        log.warn_once(f"{problem}, so a restart is not exact (--data.stream-resume state)")
+    return why

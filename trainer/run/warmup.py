@@ -135,12 +135,12 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
     (dropout and batch statistics may depend on them, as may buffers that change in eval mode)."""
     context, setup, objective = built.context, built.setup, built.trainable.compute.objective
     world, model = context.world, setup.model
-    buffers, moved = Buffers(model), set[str]()
+    buffers = Buffers(model)
 
     def compute(batch: Any, key: int) -> Outcome:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
-        with buffers.preserved(moved), torch.no_grad():
+        with buffers.preserved(), torch.no_grad():
             return objective.loss(model, batches.copy_of(batch))
 
     halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
@@ -157,7 +157,7 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
             problems = []
             context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
                                   f"that it is a sum ({summarize_exception(error)})")
-    mine = [] if moved else problems
+    mine = [] if buffers.moved() else problems
     if found := [problem for rank in world.gather_json(mine) for problem in rank]:
         raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
 

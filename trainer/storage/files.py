@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from trainer.errors import FileDamaged
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
@@ -18,17 +21,51 @@ DISK_FULL_WAIT_S = 15.0
 """Seconds that a write which can't be left out waits for space on a full disk."""
 CHUNK = 1 << 20
 """Bytes per read or write: fits the CPU cache, and is worth releasing the GIL for."""
+LARGEST_RECORD = 1 << 31
+"""Largest file that is read as a whole, in bytes."""
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, and return its descriptor. Raises FileDamaged for anything else: a pipe
+    would block, a device has no end. To be written, it must not be a link either, which may lead
+    to any other file of the user."""
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    why = "this is no regular file"
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = "this is a symbolic link, which isn't followed"
+        elif error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
+            raise
+    raise FileDamaged(f"{display_path(path)}: {why}; remove it")
+
+
+def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> bytes:
+    """Read a regular file of up to `most` bytes from an offset on. Raises FileDamaged, or OSError.
+    """
+    with open(open_regular(path), "rb", buffering=0) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise FileDamaged(f"{display_path(path)}: it has {size:,} bytes, and up to {most:,} "
+                              "are read; move it away")
+        file.seek(offset)
+        return file.read()
 
 
 def write_file(
-    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len
+    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len, *,
+    mode: int = 0o666,
 ) -> None:
     """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written.
 
     Afterwards its pages are dropped from the page cache, if the system supports this: otherwise
     reading the file back would verify the cache and not the disk.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for view in content:
             for start in range(0, len(view), CHUNK):
@@ -46,7 +83,7 @@ def write_file(
 def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
     """Pass the chunks of a file to a function."""
     buffer = memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             on_chunk(buffer[:count])
 
@@ -57,6 +94,20 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
+
+
+def make_subfolder(folder: Path) -> None:
+    """As `make_folder`, for a folder inside a run folder. Raises FileDamaged if it is a link: what
+    is written or deleted there would be outside of the run folder."""
+    refuse_link(folder)
+    make_folder(folder)
+
+
+def refuse_link(path: Path) -> None:
+    """Raises FileDamaged if a path is a symbolic link; its parents may be links."""
+    if path.is_symlink():
+        raise FileDamaged(f"{display_path(path)}: this is a symbolic link, which isn't followed; "
+                          "remove it (a mount or a linked --run-dir works)")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -78,15 +129,6 @@ def remove_folder(folder: Path) -> None:
             folder.unlink()
         else:
             shutil.rmtree(folder)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if the file is missing or not valid JSON."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def when_not_full(
@@ -111,7 +153,7 @@ def when_not_full(
 
 def read_text(path: Path) -> str:
     """Read a text, without a byte order mark; bytes that are not UTF-8 become surrogates."""
-    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+    return read_file(path).decode("utf-8-sig", errors="surrogateescape")
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -119,18 +161,20 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a text to a file, atomically and durably; surrogates (of file names) keep their bytes.
     """
-    replace_bytes(path, [text.encode(errors="surrogateescape")])
+    replace_bytes(path, [text.encode(errors="surrogateescape")], mode=mode)
 
 
-def replace_bytes(path: Path, chunks: Any, *, keep_other: bool = False) -> None:
+def replace_bytes(
+    path: Path, chunks: Any, *, keep_other: bool = False, mode: int = 0o666
+) -> None:
     """Write bytes to a file, atomically and durably; with `keep_other` only if it is missing."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
-        write_file(aside, (memoryview(chunk) for chunk in chunks))
+        write_file(aside, (memoryview(chunk) for chunk in chunks), mode=mode)
         if keep_other:
             with suppress(FileExistsError):
                 os.link(aside, path)

@@ -7,36 +7,41 @@ can lose or cut records; the readers skip damaged lines.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from trainer.storage.files import CHUNK, replace_bytes
+from trainer.storage.files import CHUNK, display_path, open_regular, read_file, replace_bytes
+from trainer.storage.records import OBJECT, Kind, is_count, parse_json
 
 TAIL_BYTES = 1 << 16
 """Most bytes that the checksum of a position covers; bytes of one read from the end."""
+LARGEST_TAIL = 1 << 24
+"""Most bytes that are read from the end for the last records."""
 SAMPLES, SAMPLE_BYTES = 512, 4096
 """Number of records that `sample_records` returns, and the bytes read for each."""
+WITH_STEP = Kind(needed={"step": is_count})
 
 
 class CounterFile:
     """A file with one number, which survives the death of the process that sets it."""
 
     def __init__(self, path: Path, number: int) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         self.set(number)
 
     @staticmethod
     def read(path: Path) -> int:
         """The number in a file; 0 if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
-            return int(path.read_bytes())
+            number = int(read_file(path, most=4096))
+            return number if is_count(number) else 0
         return 0
 
     def set(self, number: int) -> None:
@@ -149,9 +154,9 @@ class FileMark:
     def fits(self, path: Path) -> bool:
         """Whether a file reaches this position and has these bytes before it."""
         try:
-            with path.open("rb") as file:
+            with open(open_regular(path), "rb") as file:
                 file.seek(self.offset - self.checked)
-                tail = file.read(self.checked)
+                tail = file.read(min(self.checked, TAIL_BYTES))
         except OSError:
             tail = b""
         return FileMark(self.offset - self.checked).after(tail) == self
@@ -162,7 +167,7 @@ def continue_file(path: Path, offset: int, data: bytes) -> None:
     if not offset:
         replace_bytes(path, [data])
         return
-    with path.open("r+b") as file:
+    with open(open_regular(path, os.O_RDWR), "r+b") as file:
         file.truncate(offset)
         file.seek(offset)
         file.write(data)
@@ -170,58 +175,71 @@ def continue_file(path: Path, offset: int, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """The records of a file from an offset on; [] if there is no file."""
+def read_records(
+    path: Path, offset: int = 0, *, kind: Kind = OBJECT, tell: Callable[[str], object] = len
+) -> list[dict[str, Any]]:
+    """The records of a kind in a file from an offset on; [] if there is no file. `tell` is called
+    with a message about other lines."""
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return parse_records(file.read())
+        data = read_file(path, offset)
     except FileNotFoundError:
         return []
+    return parse_records(data, kind, lambda why: tell(f"{display_path(path)}: {why}"))
 
 
-def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The records in the last `count` lines of a file; [] if it can't be read."""
+def last_records(path: Path, number: int, kind: Kind = OBJECT) -> list[dict[str, Any]]:
+    """The records of a kind in the last `number` lines of a file; [] if it can't be read."""
     data = b""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
         begin = file.seek(0, os.SEEK_END)
-        while begin and data.count(b"\n") <= count:
+        while begin and data.count(b"\n") <= number and len(data) < LARGEST_TAIL:
             size = min(begin, TAIL_BYTES)
             begin -= size
             file.seek(begin)
             data = file.read(size) + data
-    return parse_records(b"\n".join(data.splitlines()[-count:]))
+    return parse_records(b"\n".join(data.splitlines()[-number:]), kind)
 
 
-def sample_records(path: Path) -> list[dict[str, Any]]:
-    """Records evenly spaced in a file, the first included; all records of a small file."""
-    with path.open("rb") as file:
+def sample_records(path: Path, kind: Kind = OBJECT) -> list[dict[str, Any]]:
+    """Records of a kind evenly spaced in a file, the first included; all of a small file."""
+    with open(open_regular(path), "rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size <= SAMPLES * SAMPLE_BYTES:
-            return read_records(path)
+            return read_records(path, kind=kind)
         found = []
         for number in range(SAMPLES):
             file.seek(number * size // SAMPLES)
             lines = file.read(SAMPLE_BYTES).split(b"\n")
             whole = lines[number > 0 : -1]  # all samples but the first begin within a line
-            found += parse_records(b"".join(whole[:1]))
+            found += parse_records(b"".join(whole[:1]), kind)
         return found
 
 
 def newest_step(path: Path) -> int:
     """The largest `step` in the last 100 lines of a file; 0 if there is none."""
-    steps = [record.get("step") for record in last_records(path, 100)]
-    return max((step for step in steps if isinstance(step, int)), default=0)
+    return max((line["step"] for line in last_records(path, 100, WITH_STEP)), default=0)
 
 
-def parse_records(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects in lines; other and truncated lines are skipped."""
-    found = []
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict)]
+def parse_records(
+    data: bytes, kind: Kind = OBJECT, tell: Callable[[str], object] = len
+) -> list[dict[str, Any]]:
+    """The records of a kind in lines; other and truncated lines are left out. `tell` is called with
+    a message about them."""
+    found, others = [], list[str]()
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            record = parse_json(line)
+            why = kind.problem(record)
+        except ValueError as error:
+            why = str(error)
+        if why:
+            others.append(f"line {number}: {why}")
+        else:
+            found.append(record)
+    if others:
+        tell(f"{len(others)} of its lines can't be used, the first is {others[0]}")
+    return found
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

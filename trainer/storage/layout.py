@@ -5,12 +5,18 @@ SUMMARY, PRODUCT = "summary.json", "model.safetensors"
 METRICS, EVENTS, TIMING = "metrics.jsonl", "events.jsonl", "timing.jsonl"
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 COMPILED, LAST_STEP, PICTURES = "compile-cache", "last-step", "pictures"
+STACKS, REPORT, PREDICTIONS = "stacks", "report", "predictions"
+FOLDERS = (CHECKPOINTS, TENSORBOARD, f"{TENSORBOARD}/train", f"{TENSORBOARD}/validation", FAULTS,
+           COMPILED, PICTURES, STACKS)
+"""Folders of a run folder to which a training writes."""
+APPENDED = (METRICS, EVENTS, TIMING, LAST_STEP, LOCK)
+"""Files of a run folder that a training changes; it replaces the others."""
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",
 )  # fmt: skip
 """Files of a checkpoint."""
 
-STEP_NAME = r"step-(\d{8,})"
+STEP_NAME = r"step-(\d{8,15})"
 """Pattern of `step_name`."""
 
 

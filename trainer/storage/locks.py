@@ -16,11 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, StaleAttempt
-from trainer.storage.files import display_path
+from trainer.errors import ConfigError, FileDamaged, StaleAttempt
+from trainer.storage.files import display_path, open_regular
+from trainer.storage.records import Kind, is_count, is_text, optional, parse_json
 
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _POLL_S = 0.01
+_OWNER = Kind(needed={"nonce": is_text}, known={
+    "place": is_text, "launch_id": optional(is_text), "launcher_pid": optional(is_count),
+    "launcher_start": optional(is_text)})
 
 
 class ByteLocks:
@@ -41,7 +45,7 @@ class ByteLocks:
     def fd(self) -> int:
         """Descriptor of the file; created if it is missing."""
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         return self._fd
 
     def try_lock(self, byte: int) -> bool:
@@ -86,8 +90,8 @@ class ByteLocks:
 
 def release_locks(path: Path) -> None:
     """Release all locks of this process on a file: closing any descriptor of it does that."""
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError, FileDamaged):
+        os.close(open_regular(path, os.O_RDWR))
 
 
 class RunLock:
@@ -140,15 +144,18 @@ class RunLock:
                 if not alive or why:
                     self._locks.try_lock(_byte(self.nonce))
                     self.holds = True
-                    # One padded write: needs no truncation, and readers never see half of it.
-                    os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
+                    # One padded write: readers never see half of it, nor anything after it.
+                    written = os.pwrite(
+                        self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
+                    os.ftruncate(self._locks.fd(), written)
                     return why
             if time.monotonic() >= deadline:
                 assert owner is not None
                 raise ConfigError(
                     f"--run-dir {display_path(self.path.parent)}: another run is active in this "
                     f"folder (process {owner.get('pid')} on "
-                    f"{str(owner.get('place')).split()[0]}). Stop it or choose another --run-dir. "
+                    f"{str(owner.get('place')).partition(' ')[0]}). Stop it or choose another "
+                    f"--run-dir. "
                     f"If its host is gone for good, delete {display_path(self.path)}.")
             time.sleep(_POLL_S)
 
@@ -194,10 +201,10 @@ class RunLock:
         try:
             if not os.path.samestat(os.fstat(self._locks.fd()), os.stat(self.path)):
                 return None
-            record = json.loads(os.pread(self._locks.fd(), 4096, 0))
+            record = parse_json(os.pread(self._locks.fd(), 4096, 0))
         except (FileNotFoundError, ValueError):
             return None
-        return record if isinstance(record, dict) and "nonce" in record else None
+        return record if _OWNER(record) else None
 
     def _is_alive(self, nonce: str) -> bool:
         if nonce == self.nonce:
@@ -214,11 +221,13 @@ def living_owner(path: Path) -> str | None:
     if sys.platform != "linux":
         return None
     try:
-        with path.open("rb") as file:
-            nonce = json.loads(file.read(4096))["nonce"]
+        with open(open_regular(path), "rb") as file:
+            if not _OWNER(record := parse_json(file.read(4096))):
+                return None
+            nonce: str = record["nonce"]
             query = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)
             answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
     return nonce if struct.unpack("hhlli0l", answer)[0] != fcntl.F_UNLCK else None
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from trainer.errors import FileDamaged
+from trainer.storage.files import display_path, open_regular
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -54,34 +58,52 @@ def data_size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a safetensors file."""
+    """The shape of each tensor of a safetensors file. Raises FileDamaged, or OSError."""
     from safetensors import safe_open
 
-    with safe_open(path, "np") as file:
+    with _opened(path) as name, safe_open(name, "np") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
+    """The tensors of a safetensors file. Raises FileDamaged, or OSError."""
     from safetensors.torch import load_file
 
-    with path.open("rb") as file:  # the library refuses a path that is not UTF-8
-        return load_file(f"/proc/self/fd/{file.fileno()}")
+    with _opened(path) as name:
+        return load_file(name)
 
 
 def is_whole(path: Path) -> bool:
     """Whether there is a file whose size is that of the tensors in its header."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with path.open("rb") as file, safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt"):
-            return True
-    except (OSError, SafetensorError):
+        read_shapes(path)
+    except OSError:
         return False
+    return True
 
 
-def parse_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors in the content of a safetensors file, by name: `load` has no fixed order."""
+def parse_tensors(data: bytes, name: str) -> dict[str, Tensor]:
+    """The tensors in the content of a safetensors file, by name: `load` has no fixed order. Raises
+    FileDamaged."""
     from safetensors.torch import load
 
-    return dict(sorted(load(data).items()))
+    with _damage_reported(name):
+        return dict(sorted(load(data).items()))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[str]:
+    """A name of a file for the safetensors library, which refuses a path that is not UTF-8."""
+    with open(open_regular(path), "rb") as file, _damage_reported(display_path(path)):
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+@contextmanager
+def _damage_reported(name: str) -> Iterator[None]:
+    """Context in which errors of the safetensors library are FileDamaged."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+        raise FileDamaged(f"{name}: it can't be read as safetensors: {error}") from error

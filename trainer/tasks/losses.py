@@ -96,6 +96,14 @@ def _is_checked(output: Tensor) -> bool:
     return is_first_batch() and output.numel() > 0
 
 
+def class_last(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits NxCx… and class numbers Nx… as (N…)xC and (N…), with the same cross-entropy: for more
+    than one axis of positions, CUDA has no deterministic kernel."""
+    if output.dim() < 3 or target.is_floating_point():
+        return output, target
+    return output.movedim(1, -1).flatten(0, -2), target.flatten()
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
     """`nn.CrossEntropyLoss`: logits NxCx… with class numbers Nx… (or probabilities NxCx…). With
@@ -110,8 +118,9 @@ class CrossEntropy:
             check_class_targets(output, target, self.ignore_index)
         weight = _constant(self.weight, output)
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        total = nn.CrossEntropyLoss(weight, reduction="sum", ignore_index=ignored,
-                                    label_smoothing=self.label_smoothing)(output, target)
+        loss = nn.CrossEntropyLoss(weight, reduction="sum", ignore_index=ignored,
+                                   label_smoothing=self.label_smoothing)
+        total = loss(*(class_last(output, target) if output.is_cuda else (output, target)))
         if target.is_floating_point():
             return total, output.numel() // output.shape[1]
         if self.ignore_index is None and weight is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from torchdata.nodes import BaseNode
 
 from trainer.config.fields import Section, setting
 from trainer.distributed.partition import block
@@ -62,30 +63,32 @@ class PieceStream(IterableDataset):
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> PieceNode:
         return self.lane(0, 1)
 
-    def lane(self, number: int, lanes: int) -> PieceReader:
-        return PieceReader(self.pieces, block(len(self.pieces), number, lanes))
+    def lane(self, number: int, lanes: int) -> PieceNode:
+        return PieceNode(self.pieces, block(len(self.pieces), number, lanes))
 
 
-class PieceReader(Iterator[tuple[Tensor, Tensor]]):
-    """Iterator over pieces, with a position that can be saved and restored."""
+class PieceNode(BaseNode[tuple[Tensor, Tensor]]):
+    """Some pieces in a row; the state is how many of them have been read."""
 
     def __init__(self, pieces: Pieces, numbers: range) -> None:
+        super().__init__()
         self._pieces, self._numbers, self._done = pieces, numbers, 0
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._done = 0 if initial_state is None else initial_state["done"]
+
+    def next(self) -> tuple[Tensor, Tensor]:
         if self._done == len(self._numbers):
             raise StopIteration
         self._done += 1
         return self._pieces[self._numbers[self._done - 1]]
 
-    def state_dict(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, Any]:
         return {"done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._done = state["done"]
 
 
 @dataclass(frozen=True, kw_only=True)

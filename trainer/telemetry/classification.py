@@ -16,7 +16,9 @@ def confusion(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
     predicted, target = predicted.flatten(), target.flatten()
     counted = (target >= 0) & (target < classes)
     place = torch.where(counted, target * classes + predicted, classes * classes)
-    return torch.bincount(place, minlength=classes**2 + 1)[:-1].reshape(classes, classes)
+    counts = place.new_zeros(classes**2 + 1)  # `bincount` would wait for a GPU
+    counts.index_add_(0, place, torch.ones_like(place))
+    return counts[:-1].reshape(classes, classes)
 
 
 def hits(predicted: Tensor, target: Tensor) -> Tensor:

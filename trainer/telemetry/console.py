@@ -79,7 +79,7 @@ class Console(Sink):
             return
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
-        train = _loss(line["train_loss"], "none").replace("  ", " ")
+        train = _loss(line.get("train_loss"), "none").replace("  ", " ")
         parts = [self._step_label(line["step"]), _loss(line["val_loss"], "nan"), others,
                  f"(validation; training {train})"]
         self._log.info("  ".join(filter(None, parts)))

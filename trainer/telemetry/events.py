@@ -8,17 +8,43 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.storage.jsonl import AppendFile, read_records
+from trainer.storage.records import (
+    Kind,
+    is_count,
+    is_flag,
+    is_number,
+    is_positive,
+    is_seconds,
+    is_text,
+    optional,
+    table_of,
+)
 from trainer.telemetry.status import Phase, Status
 from trainer.telemetry.std_streams import say
 
 LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
 """Terminal colours of the level before a line: yellow, red."""
+
+EVENT = Kind(
+    known={
+        "time": is_seconds, "attempt": is_count, "rank": is_count, "step": is_count,
+        **dict.fromkeys(("event", "nonce", "node", "phase", "kind", "fault", "error", "hint",
+                         "label", "at_phase", "failed_phase"), is_text),
+        **dict.fromkeys(("why", "where", "what", "launch", "version"), optional(is_text)),
+        **dict.fromkeys(("at_step", "to_step", "bytes", "pid"), is_count),
+        **dict.fromkeys(("failed_step", "culprit", "reached"), optional(is_count)),
+        **dict.fromkeys(("seconds", "idle_s"), is_seconds),
+        "echo": is_flag, "entered": table_of(is_seconds), "exit_code": is_number,
+        "world_size": is_positive})
+"""A line of events.jsonl: the entries that readers use."""
+ALWAYS = frozenset(("time", "attempt", "rank", "step", "event"))
+"""Entries of each event of a run."""
 
 _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
     *range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)
@@ -50,6 +76,7 @@ class Log:
         self._note_phase(self.status.phase)
         self.status.on_phase(self._note_phase)
         self.status.on_step(self._note_step)
+        self._hidden: list[str] = []
         self.set_level(level)
 
     def _note_phase(self, phase: Phase) -> None:
@@ -70,6 +97,16 @@ class Log:
     def set_level(self, level: str) -> None:
         """Show lines of this level and above."""
         self._threshold = LEVELS.index(level)
+
+    def hide(self, texts: Iterable[str]) -> None:
+        """Write a mask in place of these texts from now on."""
+        self._hidden = list(texts)
+
+    def _writable(self, value: Any) -> Any:
+        value = writable(value)
+        for text in self._hidden if isinstance(value, str) else ():
+            value = value.replace(text, "***")
+        return value
 
     def debug(self, text: str) -> None:
         self._line("debug", text)
@@ -102,7 +139,7 @@ class Log:
             "time": round(self._clock(), 6), "attempt": self.attempt, "nonce": self.nonce,
             "node": socket.gethostname(), "rank": self.rank, "step": self.status.step,
             "phase": self.status.phase, "event": event,
-            **{name: writable(value) for name, value in fields.items()},
+            **{name: self._writable(value) for name, value in fields.items()},
         }  # fmt: skip
         if self._events is None:
             self._early.append(line)
@@ -132,7 +169,7 @@ class Log:
         mark = "" if level in ("info", "debug") else f"{level}: "
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
-        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
+        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", self._writable(text)
         if self._line_writer is not None:
             self._line_writer(f"{tag}{mark}{text}")
         else:  # one write per line, so that the lines of several ranks don't mix
@@ -154,17 +191,17 @@ def writable(value: Any) -> Any:
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
-def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All valid events of one or, if nodes have their own disks, several files, by attempt. Of an
-    attempt they have the order of each file, since a clock may be set back; files are merged by
-    time."""
-    numbers = ("time", "attempt", "rank", "step")
-    events: list[tuple[float, float, dict[str, Any]]] = []
+def read_events(
+    *paths: Path, tell: Callable[[str], object] = len
+) -> list[dict[str, Any]]:
+    """All events of one or, if nodes have their own disks, several files, by attempt. Of an attempt
+    they have the order of each file, since a clock may be set back; files are merged by time.
+    `tell` is called with a message about lines that are none."""
+    events: list[tuple[int, float, dict[str, Any]]] = []
     for path in paths:
-        latest = dict[float, float]()  # attempt → the largest time so far in this file
-        for record in read_records(path):
-            if all(isinstance(record.get(name, 0), int | float) for name in numbers):
-                attempt, time_s = record.get("attempt", -1), record.get("time", 0.0)
-                latest[attempt] = max(latest.get(attempt, time_s), time_s)
-                events.append((attempt, latest[attempt], record))
+        latest = dict[int, float]()  # attempt → the largest time so far in this file
+        for record in read_records(path, kind=EVENT, tell=tell):
+            attempt, time_s = record.get("attempt", -1), record.get("time", 0.0)
+            latest[attempt] = max(latest.get(attempt, time_s), time_s)
+            events.append((attempt, latest[attempt], record))
     return [record for *_, record in sorted(events, key=lambda event: event[:2])]

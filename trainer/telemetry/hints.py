@@ -207,18 +207,18 @@ class Hints(Sink):
         self._check(step)
 
     def _note(self, line: dict[str, Any]) -> None:
-        step, loss, norm = line["step"], line["loss"], line["grad_norm"]
-        if step % self._stride or loss is None or norm is None:
+        step, (loss, norm, rate) = line["step"], map(line.get, ("loss", "grad_norm", "lr"))
+        if step % self._stride or loss is None or norm is None or rate is None:
             return
         if step == 1:
             self._first = loss
-        self._points.append((step, loss, norm, line["lr"], line.get("accuracy")))
+        self._points.append((step, loss, norm, rate, line.get("accuracy")))
         if len(self._points) >= MOST_POINTS:
             self._stride *= 2
             self._points = self._points[1::2]
 
     def _note_validation(self, line: dict[str, Any]) -> None:
-        train, loss = line["train_loss"], line["val_loss"]
+        train, loss = line.get("train_loss"), line.get("val_loss")
         if train is not None and loss is not None:
             self._validations.append((line["step"], train, loss))
 

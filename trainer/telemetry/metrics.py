@@ -22,6 +22,7 @@ from trainer.storage.jsonl import (
     read_records,
 )
 from trainer.storage.layout import LAST_STEP
+from trainer.storage.records import Kind, is_count, is_flag, is_number, list_of, optional
 
 if TYPE_CHECKING:
     from trainer.run.evaluate import Scores
@@ -31,6 +32,23 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
             "replaced")
 """Keys of a training line that are not metrics of the task."""
 
+
+
+def _table(value: Any) -> bool:
+    """Numbers in rows of equal length, or in blocks of them, as in a confusion matrix."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], list):
+        return False
+    is_flat = not isinstance(value[0][0] if value[0] else 0, list)
+    return all(type(row) is list and len(row) == len(value[0]) > 0 and (
+        all(map(is_number, row)) if is_flat else _table(row)) for row in value)
+
+
+METRIC_LINE = Kind(
+    needed={"step": is_count},
+    known={"epoch": is_count, "samples": is_count, "replaced": is_count, "skipped": is_flag,
+           "lr": is_number, "lrs": list_of(is_number), "scale": is_number, "val_table": _table},
+    others=optional(is_number))
+"""A line of metrics.jsonl."""
 LARGEST_TABLE = 10_000
 """Largest number of counts in a recorded table: a confusion matrix of 100 classes."""
 PAUSE_S = 0.5
@@ -111,7 +129,7 @@ def line_key(line: dict[str, Any]) -> tuple[int, bool]:
 
 def read_metrics(path: Path, offset: int = 0) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl from an offset on, without those that a crash has damaged."""
-    return [line for line in read_records(path, offset) if isinstance(line.get("step"), int)]
+    return read_records(path, offset, kind=METRIC_LINE)
 
 
 @dataclass(frozen=True, kw_only=True)

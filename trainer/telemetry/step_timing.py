@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.storage.jsonl import AppendFile
+from trainer.storage.records import (
+    Kind,
+    is_count,
+    is_number,
+    is_positive,
+    is_seconds,
+    list_of,
+    optional,
+)
 
 PARTS = ("step", "data", "compute", "communication", "save", "memory_mb")
 """Values of each rank in a line: seconds summed over its steps, and memory at its end. The rest of
@@ -32,6 +41,24 @@ TimingMark = list[float]
 """Sums up to a step: [number of steps, step, samples, seconds since the epoch, *PARTS]."""
 _HEAD = 4
 """Values of a mark before those of `PARTS`."""
+
+
+_SECONDS = tuple(f"{part}_s" for part in PARTS[:-1])
+
+
+def _is_of_ranks(line: Mapping[str, Any]) -> bool:
+    """Whether all lists have the same number of ranks, and the times of rank 0 are known."""
+    return all(len(line[name]) == len(line["memory_mb"]) and line[name][0] is not None
+               for name in _SECONDS)
+
+
+TIMING_LINE = Kind(
+    needed={"time": is_seconds, "attempt": is_count, "step": is_count, "steps": is_positive,
+            "samples": is_count,
+            **dict.fromkeys(_SECONDS, list_of(optional(is_seconds), least=1)),
+            "memory_mb": list_of(optional(is_number))},
+    whole=_is_of_ranks)
+"""A line of timing.jsonl."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from trainer.storage.files import make_subfolder
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
@@ -44,7 +45,7 @@ class EventFile:
         from torch.utils.tensorboard import summary
 
         self._summary, self._record_writer = summary, RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(folder)
         # TensorBoard reads event files in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = AppendFile(folder / name)
@@ -149,7 +150,7 @@ class TensorBoard(Sink):
             tags.pop("validation/train_loss", None)  # the training's curve shows it
             self._last_validation = _curves(tags)
             self._norms.clear()
-        elif line["grad_norm"] is not None:
+        elif line.get("grad_norm") is not None:
             self._norms.append(line["grad_norm"])
 
     def _show_validation(self, step: int) -> None:
@@ -191,7 +192,7 @@ def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, f
     """Tag → value for a training step: its line, and the seconds of this rank if they are known."""
     tags = {f"train/{k}": v for k, v in line.items()
             if k in ("loss", "replaced") or k not in RESERVED}
-    tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"],
+    tags |= {"optimizer/lr": line.get("lr"), "optimizer/grad_norm": line.get("grad_norm"),
              "optimizer/loss_scale": line.get("scale")}
     tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
     if timing:
@@ -204,7 +205,7 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
     """Tag → value for the line of a validation."""
     tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
             if k.startswith("val_") and k not in ("val_samples", "val_table")}
-    tags["validation/train_loss"] = line["train_loss"]
+    tags["validation/train_loss"] = line.get("train_loss")
     return {k: v for k, v in tags.items() if v is not None}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.storage.files import replace_text
+from trainer.storage.files import read_text, replace_text
 from trainer.telemetry import drawing
 from trainer.telemetry.metrics import Sink
 from trainer.telemetry.tensorboard import train_scalars, validation_scalars
@@ -44,7 +44,7 @@ class WandB(Sink):
             replace_text(id_file, run_id)
         # The console capture of wandb would put a pipe between the run and the terminal.
         self._run = self._wandb.init(
-            id=id_file.read_text().strip(), name=path.name, resume="allow", mode=mode,
+            id=read_text(id_file).strip(), name=path.name, resume="allow", mode=mode,
             dir=str(path), config=dict(settings),
             settings=self._wandb.Settings(console="off", silent=True))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import fill
 from torch import nn
 
 from trainer.checkpoint.checkpointer import reason_not_to_save, seconds_needed
@@ -30,7 +31,7 @@ def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) 
     """Write a checkpoint and the event with its duration."""
     store = Store(folder / "checkpoints")
     with store.stage(step, generation=0) as stage:
-        stage.write("state.json", b"{}")
+        fill(stage)
         stage.commit(kind="periodic", run="r")
     event = {"event": "save", "at_step": step, "time": step}
     if seconds is not None:

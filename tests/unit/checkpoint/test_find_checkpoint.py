@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import state_json
+from tests.support.runs import fill, state_json
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, find_checkpoint
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import LaunchInfo, World
@@ -32,6 +32,7 @@ def store(tmp_path: Path) -> Store:
 def save(store: Store, step: int, generation: int = 0) -> Path:
     with store.stage(step, generation=generation) as stage:
         stage.write(STATE, state_json())
+        fill(stage)
         return stage.commit(kind="periodic", run=RUN).path
 
 

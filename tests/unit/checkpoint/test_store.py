@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from runs import fill
 
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointBusy, CheckpointDamaged, StaleAttempt
@@ -33,6 +34,7 @@ def save(store: Store, step: int, *, generation: int = 0, run: str = "r", **file
     with store.stage(step, generation=generation, expected_bytes=size) as stage:
         for name, content in files.items():
             stage.write(name, content)
+        fill(stage)
         stage.commit(kind="periodic", run=run)
 
 
@@ -51,9 +53,9 @@ def store(tmp_path: Path) -> Store:
 
 def test_what_is_written_is_read_back(store: Store) -> None:
     with store.stage(7, generation=2) as stage:
-        stage.write("whole", b"abc")
-        stage.write("pieces", (bytearray(b"de"), memoryview(b"fgh")[1:], b""))
-        stage.write("empty", b"")
+        stage.write("model.safetensors", b"abc")
+        stage.write("optimizer.safetensors", (bytearray(b"de"), memoryview(b"fgh")[1:], b""))
+        stage.write("state.json", b"")
         stage.write("array", memoryview(LARGE).cast("d", (3, 1 << 17)))
         committed = stage.commit(kind="best", run="r")
 
@@ -63,7 +65,8 @@ def test_what_is_written_is_read_back(store: Store) -> None:
     assert not skipped
     assert (found.step, found.generation, found.kind, found.run) == (7, 2, "best", "r")
     assert {name: (found.path / name).read_bytes() for name in found.manifest["files"]} == {
-        "whole": b"abc", "pieces": b"degh", "empty": b"", "array": LARGE}
+        "model.safetensors": b"abc", "optimizer.safetensors": b"degh", "state.json": b"",
+        "array": LARGE}
 
 
 def test_without_a_commit_nothing_remains(store: Store) -> None:
@@ -336,6 +339,8 @@ from trainer.checkpoint.store import Store
 store = Store(Path(sys.argv[3]))
 with store.stage(int(sys.argv[4]), generation=0) as stage:
     stage.write("state", b"rival")
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        stage.write(name, b"")
     print("writing", flush=True)
     if sys.stdin.readline() == "commit\\n":
         stage.commit(kind="survivor")
@@ -372,6 +377,7 @@ def soon(action: Callable[[], object]) -> Iterator[None]:
 def save_now(store: Store, step: int) -> None:
     with store.stage(step, generation=0, wait_s=0) as stage:
         stage.write("state", b"ours")
+        fill(stage)
         stage.commit(kind="periodic")
 
 
@@ -396,6 +402,7 @@ def test_a_waiting_writer_gets_its_turn_if_the_first_one_dies(store: Store) -> N
         soon(process.kill),
         store.stage(5, generation=0, wait_s=60) as stage):
         stage.write("state", b"ours")
+        fill(stage)
         stage.commit(kind="survivor")
 
     assert (store.verify(5).path / "state").read_bytes() == b"ours"
@@ -424,6 +431,7 @@ def test_a_step_being_saved_is_not_saved_again_by_another_thread(store: Store) -
         with pytest.raises(CheckpointBusy):
             pool.submit(save_now, store, 5).result()
         stage.write("state", b"first")
+        fill(stage)
         stage.commit(kind="periodic")
 
     assert (store.verify(5).path / "state").read_bytes() == b"first"

@@ -19,8 +19,10 @@ import xxhash
 import trainer
 from trainer.checkpoint.store import Store
 
-OLD = {"model.safetensors": b"old weights" * 9, "state.json": b'{"age": "old"}'}
-NEW = {"model.safetensors": b"new weights" * 9, "state.json": b'{"age": "new"}'}
+OLD = {"model.safetensors": b"old weights" * 9, "optimizer.safetensors": b"old",
+       "state.json": b'{"age": "old"}'}
+NEW = {"model.safetensors": b"new weights" * 9, "optimizer.safetensors": b"new",
+       "state.json": b'{"age": "new"}'}
 UNCHANGING = {
     "access", "brk", "close", "fadvise64", "fcntl", "fstat", "getdents64", "getpid", "getrandom",
     "ioctl", "lseek", "lstat", "madvise", "mmap", "mremap", "munmap", "newfstatat", "pread64",
@@ -35,6 +37,7 @@ from trainer.checkpoint.store import Store
 assert not {"torch", "numpy"} & set(sys.modules)
 store = Store(Path(sys.argv[3]), keep=1)
 files = {"model.safetensors": [b"new ", b"weights" + b"new weights" * 8],
+         "optimizer.safetensors": b"new",
          "state.json": b'{"age": "new"}'}
 os.access("begin", 0)
 if sys.argv[4] == "clean":

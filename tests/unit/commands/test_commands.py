@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from runs import validations
 from safetensors.torch import load_file
 from small_task import Held, Net, Small, samples
+from torch.utils.data import IterableDataset
 
 from trainer import Config, Outcome
 from trainer.__main__ import main
@@ -173,6 +175,47 @@ def test_an_error_in_the_data_is_not_reported_as_an_error_of_the_output_file(
     with pytest.raises(FileNotFoundError, match="no such data"):
         main([name, str(run), flag, str(tmp_path / "out.jsonl")])
     assert flag not in capsys.readouterr().err
+
+
+class Lane(Iterator[Any]):
+    """Its state has an entry that is another one in each process."""
+
+    def __init__(self) -> None:
+        self.rows, self.place = [*zip(*samples(96, 0), strict=True)], 0
+
+    def __next__(self) -> Any:
+        if self.place == 96:
+            raise StopIteration
+        self.place += 1
+        return self.rows[self.place - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "loaded": os.urandom(4)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Lane:
+        return Lane()
+
+
+class Streamed(Small):
+    def dataset(self, split: str) -> Any:
+        return Stream() if split == "train" else super().dataset(split)
+
+
+def test_the_books_of_a_streams_source_are_not_compared(tmp_path, capsys):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(settings(tmp_path / name, Streamed(), seed=seed))
+    capsys.readouterr()
+
+    assert main(["compare", *(str(tmp_path / name) for name in "ab")]) == 0
+    assert re.match("same bits\n.*sources differ.* not compared", capsys.readouterr().out)
+    assert main(["compare", *(str(tmp_path / name) for name in "ac")]) == 1
+    assert json.loads((tmp_path / "a/environment.json").read_text())["determinism"] == {
+        "label": "exact", "why": ""}
 
 
 def test_a_damaged_final_model_cannot_be_compared(run, tmp_path, capsys):

@@ -20,7 +20,7 @@ def folder(path: Path, rate: float, accuracies: list[float]) -> Path:
     """A run folder that was validated with these accuracies."""
     path.mkdir(parents=True)
     (path / "run.json").write_text("{}")
-    (path / "config.toml").write_text(f'run = "{path}"\nseed = 1\n[optim]\nlr = {rate}\n')
+    (path / "config.toml").write_text(f'seed = 1\n[optim]\nlr = {rate}\n')
     (path / "environment.json").write_text(json.dumps({"class_names": ["<cat>", "dog"]}))
     lines = [{"step": step, "loss": 1 / step, "lr": rate, "grad_norm": 1.0, "samples": 8,
               "epoch": 0} for step in range(1, 71)]

@@ -259,6 +259,10 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
+    ("inject = ['kill']", "{path}: inject = ['kill']: a recipe can't decide this; remove it, and "),
+    ("accept = ['data']", "{path}: accept = ['data']: a recipe can't decide this"),
+    ("run = 'x'", "{path}: run = 'x': a recipe can't decide this; remove it, and give --run-dir"),
+    ("resume = 'x'", "{path}: resume = 'x': a recipe can't decide this"),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
@@ -363,7 +367,7 @@ def test_a_configuration_recorded_by_an_earlier_version_is_read_without_what_it_
                             'betas = [0.9, 0.999]\neps = 1e-8\nmomentum = 0.5\nnesterov = "off"\n'
                             '[schedule]\nname = "constant"\nmin_ratio = 0.1\n')
 
-    config = command_line.load(Path(path))
+    config = command_line.parse_config([path])
 
     assert (config.steps, config.epochs, config.schedule.min_ratio) == (4, None, None)
     assert config.optim == Optim(name="sgd", momentum=0.5)

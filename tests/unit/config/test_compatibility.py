@@ -34,6 +34,7 @@ NEEDS = {
 CHANGES = {
     "seed": "7", "steps": "20", "epochs": "3", "run": "elsewhere", "device": "cpu",
     "optim.nesterov": "on", "optim.momentum": "0.5", "optim.eps": "0.5",
+    "data.stream_resume": "state",
     "resume": "never", "accept": "data", "inject": "kill", "task.data": "fashion-mnist",
     "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
     "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainer.config.command_line import find_recipe, load
+from trainer.config.command_line import find_recipe, parse_config
 
 DOC = Path(__file__).parents[3] / "docs/resume.md"
 
 
 def test_the_documented_classes_are_those_of_the_configuration():
-    config = load(find_recipe("sample"))
+    config = parse_config([str(find_recipe("sample"))])
     documented = {
         match[1].replace(" ", "_"): {
             key.strip() for key in match[2].split(",") if "field" not in key}

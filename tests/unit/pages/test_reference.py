@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.command_line import find_recipe, load, parse_config
+from trainer.config.command_line import parse_config
 from trainer.resilience import fault_injection
 from trainer.task import METHOD_ARGUMENTS, Task
 
@@ -24,7 +24,7 @@ def codes(text: str) -> set[str]:
                          ids=lambda page: page.stem)
 def test_each_flag_exists_and_takes_the_values_that_are_given_for_it(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    known = {"--" + name.replace("_", "-") for name, *_ in load(find_recipe("sample")).leaves()}
+    known = {"--" + name.replace("_", "-") for name, *_ in parse_config(["sample"]).leaves()}
 
     assert set(re.findall(r"--(?!task\.)[a-z]+\.[a-z0-9-]+\b", page.read_text())) <= known
     for code in codes(text):

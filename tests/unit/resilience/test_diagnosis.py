@@ -55,3 +55,16 @@ def test_of_a_group_what_is_in_it_is_told_and_the_line_of_the_first():
     assert found.where is not None
     assert found.where.endswith("in raised")
     assert found.memory == "rank"
+
+
+@pytest.mark.parametrize(("operation", "remedy"), [
+    ("nll_loss2d_forward_out_cuda_template", "movedim(1, -1)"),
+    ("upsample_bilinear2d_backward_out_cuda", "repeat_interleave"),
+    ("kthvalue CUDA", "sort()"), ("of_a_later_version", "--numerics.deterministic off")])
+def test_an_operation_without_a_deterministic_kernel_is_named_with_what_has_one(operation, remedy):
+    found = diagnose(raised(RuntimeError(
+        f"{operation} does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'. You can turn off …"))).message
+
+    assert f"{operation.split()[0]} must be replaced" in found
+    assert remedy in found

@@ -65,6 +65,22 @@ def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(name, si
     torch.testing.assert_close(gradient, expected.grad, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["cross-entropy", "smoothed", "tokens", "weighted tokens",
+                                  "probabilities"])
+def test_the_form_for_deterministic_kernels_has_the_same_loss(name: str) -> None:
+    _, plain, (output, target) = CASES[name]
+    many = output[..., None].repeat(*[1] * output.dim(), 3) if output.dim() > 2 else output
+    wanted = target[..., None].repeat(*[1] * target.dim(), 3) if output.dim() > 2 else target
+    ours, theirs = (many.clone().requires_grad_() for _ in range(2))
+
+    loss = plain(*losses.class_last(ours, wanted))
+    loss.backward()
+    plain(theirs, wanted).backward()
+
+    torch.testing.assert_close(loss, plain(theirs, wanted))
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_balanced_classes_weigh_the_same_and_the_mean_weight_is_one():
     weights = losses.balanced([10, 30, 0, 60])
 

@@ -6,18 +6,34 @@ Only `read_history` reads files; the other functions are pure.
 from __future__ import annotations
 
 import itertools
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
-from trainer.resilience.attempts import Attempt, Event, read_attempts
-from trainer.storage import files, layout
+from trainer.config.secrets import hidden, is_secret
+from trainer.errors import ConfigError, FileDamaged
+from trainer.resilience.attempts import RUN, Attempt, Event, read_attempts
+from trainer.run.run_dir import ENVIRONMENT, SUMMARY
+from trainer.storage import layout
 from trainer.storage.jsonl import read_records
 from trainer.storage.locks import living_owner
-from trainer.telemetry.events import read_events
+from trainer.storage.records import (
+    Kind,
+    is_number,
+    is_positive,
+    is_text,
+    optional,
+    read_record,
+    read_toml,
+)
+from trainer.telemetry.events import ALWAYS, read_events
+from trainer.telemetry.metrics import METRIC_LINE
+from trainer.telemetry.step_timing import TIMING_LINE
+
+CONFIG = Kind(known={"restart.max_same_step": is_positive, "clip.norm": optional(is_number),
+                     "eval.best": is_text})
+"""Content of config.toml by dotted name: the entries that readers use."""
 
 Timing = Sequence[Mapping[str, Any]]
 """Lines of timing.jsonl."""
@@ -72,6 +88,7 @@ class History:
     environment: dict[str, Any]
     summary: dict[str, Any] | None
     owner: str | None = None  # nonce of the attempt that is running
+    damage: list[str] = field(default_factory=list)  # files and lines that can't be used
     attempt_times: list[AttemptTimes] = field(init=False)
     goodput: dict[str, float] = field(init=False)  # seconds for each of `PARTS`
 
@@ -119,19 +136,32 @@ def read_history(path: Path, *others: Path) -> History:
     of the same run on other nodes."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
-    if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
+    damage: list[str] = []
+    tell = damage.append
+    _read(path / layout.IDENTITY, RUN, tell)
+    if not (path / layout.IDENTITY).exists() and not (path / layout.EVENTS).exists():
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
-    lines = read_records(path / layout.METRICS)
+    lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
     return History(
-        name=path.resolve().name, path=path,
-        events=[e for e in read_events(*(run / layout.EVENTS for run in (path, *others)))
-                if {"time", "attempt", "rank", "step", "event"} <= e.keys()],
+        name=path.resolve().name, path=path, damage=damage,
+        events=[e for e in read_events(*(run / layout.EVENTS for run in (path, *others)), tell=tell)
+                if e.keys() >= ALWAYS],
         steps=[line for line in lines if "loss" in line],
         validations=[line for line in lines if "val_loss" in line],
-        timing=[line for line in read_records(path / layout.TIMING) if "step_s" in line],
-        config=_config(path / layout.CONFIG),
-        environment=files.read_json(path / layout.ENVIRONMENT) or {},
-        summary=files.read_json(path / layout.SUMMARY), owner=living_owner(path / layout.LOCK))
+        timing=read_records(path / layout.TIMING, kind=TIMING_LINE, tell=tell),
+        config=_config(path / layout.CONFIG, tell),
+        environment=_read(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
+        summary=_read(path / layout.SUMMARY, SUMMARY, tell),
+        owner=living_owner(path / layout.LOCK))
+
+
+def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:
+    """As `read_record`, but a damaged file is told and None."""
+    try:
+        return read_record(path, kind)
+    except FileDamaged as error:
+        tell(str(error))
+        return None
 
 
 def attempt_times(
@@ -231,7 +261,7 @@ def lost_steps(times: AttemptTimes, after: AttemptTimes | None, events: Sequence
     found = 0 if after is None else max(
         0, max(attempt.end_step, attempt.reached or 0) - after.attempt.start_step)
     rollbacks = [e for e in events if e["event"] == "rollback" and e["rank"] == 0
-                 and e["attempt"] == attempt.number and "at_step" in e]
+                 and e["attempt"] == attempt.number and {"at_step", "to_step"} <= e.keys()]
     return found + sum(max(0, e["at_step"] - e["to_step"]) for e in rollbacks)
 
 
@@ -251,11 +281,18 @@ def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(itertools.zip_longest(found, found[1:]))
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path, tell: Callable[[str], object]) -> dict[str, Any]:
     try:
-        return flatten(tomllib.loads(files.read_text(path)))
-    except (OSError, ValueError):
+        table = flatten(read_toml(path))
+    except FileNotFoundError:
         return {}
+    except FileDamaged as error:
+        tell(str(error))
+        return {}
+    if why := CONFIG.problem(table):
+        tell(f"{path.name}: {why}")
+        return {}
+    return {name: hidden(value) if is_secret(name) else value for name, value in table.items()}
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:

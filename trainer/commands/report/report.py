@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import html
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +27,15 @@ from trainer.commands.report.figures import (
 )
 from trainer.commands.report.history import History, flatten, read_history
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
+from trainer.config.secrets import mask_arguments
 from trainer.resilience.attempts import failure_sentence
 from trainer.run.saved_run import config_error_on_write
-from trainer.storage.files import replace_bytes
+from trainer.storage import layout
+from trainer.storage.files import make_subfolder, replace_bytes
 from trainer.telemetry.classification import per_class
+from trainer.telemetry.events import writable
 
-PAGE, PLOTS = "report.html", "report"
+PAGE, PLOTS = "report.html", layout.REPORT
 MOST = 100
 """Largest number of rows of a table."""
 
@@ -93,20 +97,21 @@ def main(argv: Sequence[str]) -> int:
     stories = [read_history(path) for path in options.runs]
     if len({story.name for story in stories}) < len(stories):
         stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
+    for what in (what for story in stories for what in story.damage):
+        print(writable(f"damaged: {what}"), file=sys.stderr)
     stories = sort_runs(stories, options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
-        print(text_table([list(row) for row in rows]))
+        print(writable(text_table([list(row) for row in rows])))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
     text = _page(stories, drawn, options.sort)
     out = options.out or options.runs[0]
     with config_error_on_write(f"--out {out}", "choose a folder that can be written"):
-        (out / PLOTS).mkdir(parents=True, exist_ok=True)
+        make_subfolder(out / PLOTS)
         for plot in drawn:
             replace_bytes(out / PLOTS / f"{plot.name}.png", [plot.png()])
-        # A file name need not be UTF-8.
-        replace_bytes(out / PAGE, [text.encode(errors="surrogateescape")])
+        replace_bytes(out / PAGE, [text.encode()])
     print(out / PAGE)
     return 0
 
@@ -203,8 +208,8 @@ def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[Hi
     names = list(dict.fromkeys(name for own in values for name in own if name != "command"))
     differ = [n for n in names if any(own.get(n) != values[0].get(n) for own in values)]
     same = [name for name in names if name not in differ]
-    body = "".join(f"<p class=soft>{_text(' '.join(map(str, own['command'])))}</p>"
-                   for own in values if isinstance(own.get("command"), list))
+    body = "".join(f"<p class=soft>{_text(' '.join(mask_arguments(own['command'])))}</p>"
+                   for own in values if "command" in own)
     if differ:
         body += _comparison(differ, values, runs, "differs")
     return _card(title, f"{body}<details><summary>{len(same)} values"
@@ -240,4 +245,4 @@ def _row(cells: Sequence[object], kind: str = "", *, tag: str = "td") -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape(writable(str(value)))

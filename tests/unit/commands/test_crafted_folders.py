@@ -1,0 +1,426 @@
+"""Run folders whose files a person has crafted: commands and starts end with one clear line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runs import flip_a_bit
+from small_task import Small
+
+from trainer import Config
+from trainer.__main__ import main
+from trainer.checkpoint.manifest import encode_manifest
+from trainer.commands import inspect
+from trainer.commands.library import _process_settings_restored, train
+from trainer.config.fields import Duration
+from trainer.config.schema import Batch, Checkpoint, Eval, WorldConfig
+from trainer.errors import ConfigError
+from trainer.optim import compile_cache
+from trainer.storage import layout
+
+LAST = "checkpoints/step-00000006"
+
+
+def config(run: Path, steps: int = 6, **more: Any) -> Config[Small]:
+    return Config(
+        task=Small(), run=str(run), steps=steps, device="cpu", world=WorldConfig(threads=1),
+        batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Duration(3)),
+        checkpoint=Checkpoint(every=Duration(3), keep=9), **more)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of six steps."""
+    path = tmp_path_factory.mktemp("crafted") / "run"
+    train(config(path))
+    return path
+
+
+@pytest.fixture
+def crafted(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, for a test to change."""
+    return shutil.copytree(run, tmp_path / "crafted")
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    with _process_settings_restored():
+        yield
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = json.loads(path.read_bytes())
+    changed = change(value)
+    path.write_text(json.dumps(value if changed is None else changed))
+
+
+def sign(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda fields: None) -> None:
+    """Write the manifest of a checkpoint anew, as anybody can who changes its files."""
+    import xxhash
+
+    fields = json.loads((folder / "manifest.json").read_bytes())
+    for name, entry in fields["files"].items():
+        data = (folder / name).read_bytes()
+        entry |= {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    del fields["checksum"]
+    change(fields)
+    (folder / "manifest.json").write_bytes(encode_manifest(fields))
+
+
+def start(path: Path, steps: int = 6, **more: Any) -> int:
+    """The exit code of a start in this process."""
+    try:
+        train(config(path, steps, **more))
+    except ConfigError as error:
+        return error.exit_code
+    return 0
+
+
+# --- what runs code
+
+def test_looking_at_a_run_imports_nothing_of_it(crafted, tmp_path, monkeypatch, capsys):
+    (tmp_path / "stranger.py").write_text("raise SystemExit('code of a stranger has run')")
+    monkeypatch.chdir(tmp_path)
+    text = (crafted / "config.toml").read_text()
+    (crafted / "config.toml").write_text(text.replace("small_task:Small", "stranger:Task"))
+
+    for arguments in (["inspect", "crafted"], ["report", "crafted", "--text"],
+                      ["compare", "crafted", "crafted"]):
+        assert main(arguments) == 0
+    assert "stranger" not in sys.modules
+    assert main(["evaluate", "crafted"]) == 2
+    assert "stranger" in capsys.readouterr().err
+
+
+def test_a_compile_cache_that_came_with_the_folder_is_not_used(tmp_path, monkeypatch):
+    from trainer.distributed.world import LaunchInfo, World
+
+    def use(folder: Path) -> Path:
+        monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+        with (World.form(device="cpu", threads=1, launch=LaunchInfo()) as world,
+              compile_cache.restored()):
+            compile_cache.use(folder, world)
+            return Path(os.environ[compile_cache.VARIABLE])
+
+    mine = use(tmp_path / "mine")
+    (mine / "kernel.py").write_text("compiled here")
+    assert [path.name for path in use(tmp_path / "mine").iterdir()] == ["kernel.py"]
+
+    shutil.copytree(tmp_path / "mine", tmp_path / "sent", copy_function=shutil.copy2)
+    assert list(use(tmp_path / "sent").iterdir()) == []
+    mine.chmod(0o777)
+    assert list(use(tmp_path / "mine").iterdir()) == []
+
+
+# --- links and special files
+
+@pytest.mark.parametrize("name", [*layout.APPENDED, *layout.FOLDERS])
+def test_a_start_follows_no_link_out_of_the_run_folder(crafted, tmp_path, name):
+    victim = tmp_path / "victim"
+    if name in layout.FOLDERS:
+        victim.mkdir()
+        (victim / "precious").touch()
+    else:
+        victim.write_text("precious")
+    before = victim.lstat().st_mtime_ns
+    place = crafted / name
+    shutil.rmtree(place, ignore_errors=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(victim)
+
+    with pytest.raises(ConfigError, match="symbolic link, which isn't followed"):
+        train(config(crafted, steps=7))
+
+    assert victim.lstat().st_mtime_ns == before
+    assert victim.is_dir() or victim.read_text() == "precious"
+    assert not victim.is_dir() or [p.name for p in victim.iterdir()] == ["precious"]
+
+
+def test_a_run_folder_may_be_a_link_and_lie_below_one(crafted, tmp_path):
+    (tmp_path / "disk").symlink_to(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path / "disk/crafted")
+
+    assert start(tmp_path / "linked", steps=7) == 0
+    assert inspect.inspect(tmp_path / "linked")["step"] == 7
+
+
+@pytest.mark.parametrize("name", [
+    "run.json", "summary.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl",
+    "timing.jsonl", "lock", "last-step", "model.safetensors", f"{LAST}/manifest.json",
+    f"{LAST}/state.json", f"{LAST}/model.safetensors"])
+@pytest.mark.parametrize("special", ["pipe", "device", "large"])
+def test_only_regular_files_of_a_usual_size_are_read(crafted, capsys, name, special):
+    path = crafted / name
+    path.unlink()
+    if special == "pipe":
+        os.mkfifo(path)
+    elif special == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+
+    for arguments in (["inspect", crafted, "--json"], ["report", crafted, "--text"],
+                      ["compare", crafted, crafted]):
+        assert main([str(argument) for argument in arguments]) in (0, 1, 2)
+    assert start(crafted, steps=7) in (0, 2)
+
+
+# --- hashes
+
+def test_a_manifest_has_to_list_model_optimizer_and_state(crafted):
+    sign(crafted / LAST, lambda fields: fields["files"].clear())
+
+    *_, last = inspect.inspect(crafted)["checkpoints"]
+
+    assert not last["valid"]
+    assert "it has no entry 'model.safetensors'" in last["why"]
+
+
+def test_only_files_that_the_manifest_lists_are_loaded(crafted):
+    for name in ("ema.safetensors", "other.safetensors"):
+        (crafted / LAST / name).write_bytes(b"no tensors")
+
+    assert start(crafted, steps=7) == 0
+
+
+def test_a_flipped_bit_of_the_product_is_found(crafted, capsys):
+    flip_a_bit(crafted / "model.safetensors")
+    shown = inspect.inspect(crafted)
+    assert shown["damage"] == ["crafted: model.safetensors doesn't match its checksum"]
+    assert shown["does"] == "writes model.safetensors again"
+    for init in (crafted, crafted / "model.safetensors"):
+        with pytest.raises(ConfigError, match="doesn't match its checksum"):
+            train(config(crafted.with_name("new"), init=str(init)))
+    shutil.move(crafted / "checkpoints", crafted.with_name("aside"))
+    for command in (["evaluate"], ["predict"], ["export", f"--to={crafted}/../out"]):
+        assert main([command[0], str(crafted), *command[1:]]) == 2
+        assert "doesn't match its checksum" in capsys.readouterr().err
+    shutil.move(crafted.with_name("aside"), crafted / "checkpoints")
+
+    assert start(crafted) == 0
+    assert inspect.inspect(crafted)["damage"] == []
+
+
+# --- compare
+
+def in_metrics(old: str, new: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        text = (run / "metrics.jsonl").read_text()
+        assert old in text
+        (run / "metrics.jsonl").write_text(text.replace(old, new, 1))
+    return change
+
+
+def in_state(part: str, name: str, value: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        change_json(run / LAST / "state.json", lambda state: state[part].update({name: value}))
+        sign(run / LAST)
+    return change
+
+
+@pytest.mark.parametrize("change", [
+    in_metrics('"samples": 16', '"samples": 16.0'), in_metrics('"samples": 16', '"samples": true'),
+    in_metrics('"samples": 16', '"samples": 16, "samples": 16'),
+    in_metrics('"samples": 16', '"samples": 16, "more": null'),
+    in_metrics('"step": 1,', '"step": 1.0,'), in_metrics('"step": 1,', '"step": "1",'),
+    in_metrics('\n', '\n{"step": null}\n'), in_metrics('\n', '\n{"step": 99}\n'),
+    in_metrics('\n', '\nnot JSON\n'), in_metrics('\n', '\n\n'), in_metrics('{', ' {'),
+    in_metrics('"loss": ', '"loss": NaN, "was": '), in_metrics('"loss": ', '"loss": 0'),
+    in_state("progress", "replaced", False), in_state("optimizer", "more", None),
+    in_state("scaler", "scale", -0.0)])
+def test_other_values_are_never_the_same_bits(run, crafted, capsys, change):
+    if "scaler" in str(change.__closure__[0].cell_contents):
+        in_state("scaler", "scale", 0.0)(crafted)
+        other = shutil.copytree(crafted, crafted.with_name("other"))
+        change(other)
+    else:
+        other = run
+        change(crafted)
+
+    assert main(["compare", str(other), str(crafted)]) in (1, 2)
+    assert "same bits" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("left", "right"), [
+    ("0.0", "-0.0"), ("0", "false"), ("1", "true"), ("1", "1.0"), ("NaN", "null"), ("1", '"1"'),
+    ("1e400", "Infinity"), ("[0]", "[false]"), ('{"a": 0}', '{"a": 0.0}'), ('{"a": null}', "{}")])
+def test_json_values_are_compared_as_they_are_written(left, right):
+    from trainer.commands.compare import _as_written, _value_differences
+
+    assert list(_value_differences("x", _as_written(left), _as_written(left))) == []
+    assert list(_value_differences("x", _as_written(left), _as_written(right))) != []
+
+
+# --- text
+
+def test_control_characters_of_files_do_not_reach_the_terminal(crafted, capsys):
+    evil = "\x1b[2J\x9b\u202e\ud800"
+    change_json(crafted / "environment.json",
+                lambda found: found["determinism"].update(why=evil, label=evil))
+    lines = [json.loads(line) for line in (crafted / "events.jsonl").read_text().splitlines()]
+    lines += [lines[-1] | {"event": "failure", "why": evil, "attempt": 1, "phase": evil},
+              lines[0] | {"event": "start", "attempt": 1, "world_size": 1, "launch": evil}][::-1]
+    (crafted / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    in_state("meter", "total", evil)(crafted)
+    sign(crafted / LAST, lambda fields: fields.update(kind=evil))
+
+    for arguments in (["inspect"], ["report", "--text"], ["compare", str(crafted)]):
+        main([arguments[0], str(crafted), *arguments[1:]])
+        out = capsys.readouterr()
+        assert not set("\x1b\x9b\u202e\ud800") & set(out.out + out.err)
+    assert main(["report", str(crafted)]) == 0
+    assert "\u202e" not in (crafted / "report.html").read_text()
+
+
+# --- odd records
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ODD = st.one_of(
+    st.sampled_from([None, True, 0, -1, 1, 2**53, 10**30, -0.0, 1e308, 5e-324, float("nan"),
+                     float("inf"), "", "x", "\x1b[31m\n", "\ud800", "../..", [], {}, [None], [[]],
+                     {"": None}, [1, "x"], {"a": {"b": []}}, "step-00000003"]),
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                 lambda inner: st.lists(inner, max_size=3)
+                 | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6))
+RAW = st.one_of(st.binary(max_size=40), st.sampled_from([
+    b"", b"{}", b"[]", b"null", b"{", DEEP.encode(), b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    b'{"step": 1, "step": 2}', b"\xef\xbb\xbf{}", b"9" * 5000, b'{"step": ' + b"9" * 5000 + b"}"]))
+RECORDS = ("run.json", "summary.json", "environment.json", "lock", "metrics.jsonl", "events.jsonl",
+           "timing.jsonl", "last-step", "config.toml", f"{LAST}/state.json",
+           f"{LAST}/manifest.json")
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each (container, key) in a JSON value."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list) and value[key]:
+            yield from places(value[key])
+
+
+def mutate(draw: Callable[..., Any], data: bytes) -> bytes:
+    """One JSON object with a value changed, added or removed."""
+    value = json.loads(data)
+    for _ in range(draw(st.integers(1, 3))):
+        if not (found := list(places(value))):
+            break
+        holder, key = found[draw(st.integers(0, len(found) - 1))]
+        how = draw(st.sampled_from(["change", "remove", "add"]))
+        if how == "change":
+            holder[key] = copy.deepcopy(draw(ODD))
+        elif how == "remove":
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[draw(st.sampled_from([*map(str, holder), "new", "step", "time"]))] = draw(ODD)
+    return json.dumps(value).encode()
+
+
+def craft(draw: Callable[..., Any], folder: Path) -> None:
+    """Change a record of a run folder."""
+    import tomllib
+
+    import tomli_w
+
+    path = folder / draw(st.sampled_from(RECORDS))
+    data = path.read_bytes()
+    if draw(st.integers(0, 5)) == 0:
+        data = draw(RAW)
+    elif path.suffix == ".jsonl":
+        lines = data.splitlines()
+        number = draw(st.integers(0, len(lines) - 1))
+        lines[number] = mutate(draw, lines[number])
+        data = b"\n".join(lines) + b"\n"
+    elif path.suffix == ".json" or path.name == "lock":
+        data = mutate(draw, data)
+    elif path.suffix == ".toml":
+        table = tomllib.loads(data.decode())
+        holder, key = draw(st.sampled_from(list(places(table))))
+        holder[key] = draw(st.sampled_from([0, -1, 2**70, 1.5, float("nan"), "", "x", [], {}, [1],
+                                            "\x1b", True, {"a": 1}]))
+        data = tomli_w.dumps(table).encode()
+    path.write_bytes(data)
+    if path.name == "state.json":
+        sign(path.parent)
+    elif path.name == "manifest.json":
+        try:
+            fields = json.loads(data)
+            fields.pop("checksum", None)
+            path.write_bytes(encode_manifest(fields))
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            path.write_bytes(data)
+
+
+def check(run: Path, folder: Path, capsys: Any, draw: Callable[..., Any], *, begin: bool) -> None:
+    """Craft a copy of a run; no command and no start may raise, nor take it for the run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run, folder)
+    craft(draw, folder)
+    kept = [name for name in ("metrics.jsonl", f"{LAST}/state.json")
+            if (folder / name).read_bytes() == (run / name).read_bytes()]
+    capsys.readouterr()
+    code = main(["compare", str(run), str(folder)])
+    assert code in (0, 1, 2)
+    if "metrics.jsonl" not in kept:
+        assert code, "same bits for other bytes"
+    if code == 0 and len(kept) < 2:  # what isn't compared: settings, circumstances, lines
+        one, other = (json.loads((path / LAST / "state.json").read_bytes())
+                      for path in (run, folder))
+        from trainer.commands.compare import COMPARED
+        assert all(json.dumps(one.get(n)) == json.dumps(other.get(n)) for n in COMPARED)
+    for arguments in (["inspect", "--json"], ["inspect"], ["report", "--text"]):
+        assert main([arguments[0], str(folder), *arguments[1:]]) in (0, 1, 2)
+    if begin:
+        assert start(folder, steps=7) in (0, 2)
+        assert start(folder.with_name("onward"), steps=7, resume=str(folder)) in (0, 2)
+        shutil.rmtree(folder.with_name("onward"), ignore_errors=True)
+
+
+HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=HEALTH)
+@given(data=st.data())
+def test_odd_records_give_one_line_and_no_traceback(run, tmp_path, capsys, data):
+    check(run, tmp_path / "odd", capsys, data.draw, begin=False)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=HEALTH)
+@given(data=st.data())
+def test_odd_records_do_not_stop_a_start_with_a_traceback(run, tmp_path, capsys, data):
+    check(run, tmp_path / "odd", capsys, data.draw, begin=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=HEALTH)
+@given(data=st.data())
+def test_ten_thousand_odd_records(run, tmp_path, capsys, data):
+    check(run, tmp_path / "odd", capsys, data.draw, begin=data.draw(st.integers(0, 20)) == 0)
+
+
+def test_a_folder_with_a_huge_step_blocks_no_start(crafted):
+    (crafted / "checkpoints/step-10000000000000000000.tmp-1-0123abcd").mkdir()
+
+    assert start(crafted, steps=7) == 0
+
+
+@pytest.mark.parametrize("line", [
+    b"[" * 100_000, b'{"event": "start"}', b'{"time": 1, "attempt": 0, "rank": 0, "step": 5, '
+    b'"event": "start"}', b'{"event": "hint", "hint": []}', b'{"time": NaN, "attempt": {}}'])
+def test_a_line_of_the_events_blocks_no_start(crafted, line):
+    with (crafted / "events.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+
+    assert start(crafted, steps=7) == 0
+    assert inspect.inspect(crafted)["step"] == 7
