@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "what a checkpoint's model gives for each sample",
     "export": "a checkpoint's model as files for others, read back and compared",
     "report": "what happened in one or more runs: a page with plots, and the plots",
+    "runs": "runs side by side: the settings that differ, and the scores",
     "lr-find": "a range test of the learning rate",
     "profile": "where the time of a step goes",
 }

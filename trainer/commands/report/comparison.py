@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer.commands.report.figures import format_duration, run_state
-from trainer.commands.report.history import History
+from trainer.commands.report.history import History, read_history
 from trainer.errors import ConfigError
 from trainer.run.finish import best_rule
+from trainer.telemetry.events import writable
 from trainer.telemetry.metrics import primary_metric
 
 FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wall_s")
 """Ends of the names of figures of which less is better."""
+
+
+def read_runs(paths: Sequence[Path]) -> list[History]:
+    """The histories of runs, by their paths if names are not unique; files and lines that can't be
+    used are named on stderr."""
+    runs = [read_history(path) for path in paths]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [dataclasses.replace(run, name=str(run.path)) for run in runs]
+    for what in (what for run in runs for what in run.damage):
+        print(writable(f"damaged: {what}"), file=sys.stderr)
+    return runs
 
 
 def best_validation(run: History) -> tuple[Mapping[str, Any], str, str]:
@@ -73,28 +88,37 @@ def run_table(runs: Sequence[History], by: str | None) -> list[list[str]]:
     names = dict.fromkeys([(by or "").partition(":")[0], best_validation(runs[0])[1],
                            "val_loss" if any(run.validations for run in runs) else "loss",
                            f"test_{metric}"])
-    columns = {"run": [run.name for run in runs], **_differing([
-        {"state": run_state(run), "step": own["step"]}
-        for run, own in zip(runs, found, strict=True)])}
+    differing = _differing([{"state": run_state(run), "step": own["step"]}
+                            for run, own in zip(runs, found, strict=True)])
+    columns = {"run": [run.name for run in runs],
+               **{name: [*map(_text, values)] for name, values in differing.items()}}
     for name in names:
         if name not in ("step", "wall_s") and any(name in own for own in found):
             columns[name] = [f"{own[name]:.4f}" if name in own else "" for own in found]
     columns["wall time"] = [format_duration(run.wall_s) for run in runs]
-    columns |= _differing([{"ranks": run.environment.get("world_size"), **run.config}
-                           for run in runs])
+    columns |= {name: [*map(_text, values)] for name, values in differing_settings(runs).items()}
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
-def _differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What differs between runs, each with the values of all of them."""
+def differing_settings(runs: Sequence[History]) -> dict[str, list[Any]]:
+    """The number of ranks and the settings that differ between runs, with the values of all of
+    them."""
+    return _differing([{"ranks": run.environment.get("world_size"), **run.config} for run in runs])
+
+
+def _differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for own in values for name in own if name != "run")
-    found = {name: ["" if own.get(name) is None else str(own[name]) for own in values]
-             for name in names}
-    return {name: texts for name, texts in found.items() if len(set(texts)) > 1}
+    found = {name: [own.get(name) for own in values] for name in names}
+    return {name: own for name, own in found.items() if len({*map(_text, own)}) > 1}
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns."""
+    """Rows as text in columns, with control characters escaped: they come from files."""
+    rows = [[writable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
                      .rstrip() for row in rows)

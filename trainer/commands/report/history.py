@@ -139,7 +139,7 @@ def read_history(path: Path, *others: Path) -> History:
     damage: list[str] = []
     tell = damage.append
     _read(path / layout.IDENTITY, RUN, tell)
-    if not (path / layout.IDENTITY).exists() and not (path / layout.EVENTS).exists():
+    if not is_run(path):
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
     return History(
@@ -153,6 +153,11 @@ def read_history(path: Path, *others: Path) -> History:
         environment=_read(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
         summary=_read(path / layout.SUMMARY, SUMMARY, tell),
         owner=living_owner(path / layout.LOCK))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run folder, also of a run that has just begun."""
+    return (path / layout.IDENTITY).exists() or (path / layout.EVENTS).exists()
 
 
 def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:

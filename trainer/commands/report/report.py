@@ -6,9 +6,7 @@ The page is self-contained, and fits any screen size and the light or dark schem
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import html
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.commands.inspect import checkpoints
-from trainer.commands.report.comparison import run_table, sort_runs, text_table
+from trainer.commands.report.comparison import read_runs, run_table, sort_runs, text_table
 from trainer.commands.report.figures import (
     DEATH,
     affected_rank,
@@ -25,7 +23,7 @@ from trainer.commands.report.figures import (
     notable_events,
     summary,
 )
-from trainer.commands.report.history import History, flatten, read_history
+from trainer.commands.report.history import History, flatten
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
 from trainer.config.secrets import mask_arguments
 from trainer.resilience.attempts import failure_sentence
@@ -94,15 +92,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--text", action="store_true",
                         help="print the figures, or the table of runs, and write no files")
     options = parser.parse_args(argv)
-    stories = [read_history(path) for path in options.runs]
-    if len({story.name for story in stories}) < len(stories):
-        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
-    for what in (what for story in stories for what in story.damage):
-        print(writable(f"damaged: {what}"), file=sys.stderr)
-    stories = sort_runs(stories, options.sort)
+    stories = sort_runs(read_runs(options.runs), options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
-        print(writable(text_table([list(row) for row in rows])))
+        print(text_table([list(row) for row in rows]))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
     text = _page(stories, drawn, options.sort)
