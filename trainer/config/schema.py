@@ -195,8 +195,10 @@ class Precision(Section, prefix="precision."):
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "may_change")
     """auto: bf16 autocast on CUDA with bf16 units, else fp32. fp16 uses a gradient scaler."""
-    compile: Literal["auto", "on", "off"] = setting("auto", "may_change")
-    """torch.compile; auto: on CUDA only."""
+    compile: Literal["auto", "on", "off", "reduce-overhead", "max-autotune"] = setting(
+        "auto", "may_change")
+    """torch.compile; auto: on CUDA only. The last two are its modes: CUDA graphs, and these with
+    kernels chosen by their speed, which needs --numerics.deterministic off."""
     channels_last: Literal["auto", "on", "off"] = setting("auto", "may_change")
     """channels_last memory layout; auto: on if the model has 2-D convolutions."""
     loss_scale: float = setting(65536.0, "may_change", "> 0 and <= 1e38")
@@ -447,6 +449,10 @@ class Config(Section, Generic[TaskT]):
                    f"--epochs {self.epochs} sets the length of the run too; give one of them.")
         if self.overfit is not None:
             self._plan_overfit(self.overfit)
+        self.precision.check(
+            self.numerics.deterministic == "off" or self.precision.compile != "max-autotune",
+            "compile", "it chooses kernels by their speed, so a restart could have other bits; add "
+            "--numerics.deterministic off, or use on.")
         for text in self.inject:
             fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}

@@ -245,7 +245,8 @@ def _wrap(
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
-        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
+        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None,
+                            mode=setup.choice.mode)
     group = world.group if config.parallel.reduction == "ddp" else None
     options = {}
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
