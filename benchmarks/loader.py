@@ -1,11 +1,11 @@
 """How fast are batches made, and does a step wait for them, with this loader and with others?
 
-    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick]
+    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files]
 
-All make batches of 32 images of the bundled sample, mirrored at random and normalised. An iterator
-lives through all turns; the batches that its workers have made during other turns are read first
-and do not count. Batches are read with one thread, as in a loader's process; the CNN computes with
-all cores.
+With --files the data are in files (benchmarks/loader_files.py). Otherwise all make batches of 32
+images of the bundled sample, mirrored at random and normalised. An iterator lives through all
+turns; the batches that its workers have made during other turns are read first and do not count.
+Batches are read with one thread, as in a loader's process; the CNN computes with all cores.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def reader(contestant: Contestant, workers: int, seconds: float
 
 
 class Trainee:
-    """The small CNN with its optimizer."""
+    """A classifier, by default the small CNN, with its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         torch.manual_seed(0)
-        self._model: Any = Images().model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._model: Any = (model or Images().model()).to(memory_format=torch.channels_last)
         self._optimizer = optimizers.make_optimizer(Optim(), self._model)
 
     def step(self, batches: Iterator[Any]) -> tuple[float, float]:
@@ -233,9 +233,16 @@ def main() -> None:
                         help="loader processes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and short turns")
+    parser.add_argument("--files", action="store_true", help="JPEG files, tars and Parquet")
     options = parser.parse_args()
     machine = reporting.machine()
     workers = [int(number) for number in options.workers]
+    if options.files:
+        from benchmarks import loader_files
+
+        rounds = 2 if options.quick else options.rounds
+        loader_files.report(machine, workers, rounds, 0.3 if options.quick else 1.0)
+        return
     found = (measure(workers, 3, 0.15, 2, 2) if options.quick else
              measure(workers, options.rounds, 0.25, 3, 3))
     print(f"n = {3 if options.quick else options.rounds} turns")

@@ -46,7 +46,8 @@ PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.jso
 """Entries that may differ between equal runs: paths, faults, memory, a sentence, `lines`, those
 lines of metrics.jsonl that weren't yet in the file when the checkpoint was saved, and a setting of
 TensorBoard with another default."""
-RECORDED = ("config.toml: *", "summary.json: planned_steps", "state.json: settings.*",
+RECORDED = ("config.toml: *", "summary.json: planned_steps", "summary.json: product.*",
+            "state.json: settings.*",
             "state.json: circumstances.*")
 """Entries that one side may lack: settings and facts that were added since, and settings that
 nothing reads, which the new code doesn't record (or as None)."""

@@ -100,6 +100,16 @@ class StaleAttempt(TrainerError):
     """A newer attempt owns the run folder; this process must exit without writing."""
 
 
+class MirrorFailed(TrainerError):
+    """The mirror can't be reached at a start that needs it; a restart tries again."""
+
+
+class MirrorTaken(TrainerError):
+    """Another start of the run owns its mirror; this attempt ends, and must not be restarted."""
+
+    exit_code = EXIT_CONFIG
+
+
 class SaveFailed(TrainerError):
     """A checkpoint could not be written and --checkpoint.on-error is stop."""
 

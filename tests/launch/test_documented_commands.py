@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = {str(page.relative_to(ROOT)): page
          for page in (README, *sorted((ROOT / "docs").glob("*.md")))}
-QUICK = ("docs/fine-tuning.md", "docs/hugging-face.md", "docs/schedules-and-optimizers.md")
+QUICK = ("docs/data.md", "docs/fine-tuning.md", "docs/hugging-face.md",
+         "docs/schedules-and-optimizers.md")
 """Pages that need nothing but README's task, and seconds; those of all others are long."""
-PACKAGES = {"docs/hugging-face.md": "transformers"}
+PACKAGES = {"docs/data.md": "datasets", "docs/hugging-face.md": "transformers"}
 SUITE = "pip install -e '.[test]' && pytest -q -n 2 --dist loadfile"
 NEEDS = ("a cluster", "Docker and a network", "GPUs", "Kubernetes", "Slurm", "several nodes")
 """What the comment of a command may name that a test lacks: `# needs GPUs`."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.manifest import StagedCheckpoint
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, restore_model, restore_state
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -40,6 +41,10 @@ class RunRecord:
     """Further entries of state.json (settings, circumstances)."""
     metrics: Metrics = field(default_factory=Metrics)
     """Each save contains its pending lines and first makes the written ones durable."""
+    generation: int = 0
+    """The least generation of the saves."""
+    mirror: MirrorUploads | None = None
+    """Uploads the saves, on rank 0."""
 
 
 @dataclass
@@ -101,14 +106,14 @@ class Checkpointer:
         config: schema.Checkpoint, marks: ProgressMarks | None = None,
         boundary: StepBoundary | None = None,
     ) -> None:  # fmt: skip
-        self.store = store
-        self.generation = 0
+        self.store, self.generation = store, record.generation
         self.waits = 0
         """Saves that had to wait for the previous one."""
         self.blocked_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self._state, self._world, self._log = state, world, log
         self._record, self._config, self._marks = record, config, marks or ProgressMarks()
+        self._mirror = record.mirror
         self._boundary = boundary or StepBoundary(state.model, log.status)
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -155,9 +160,13 @@ class Checkpointer:
         return f"step {self._job.step} was not saved: {kind}{error}"
 
     @property
-    def must_fail(self) -> bool:
-        """Whether a save has failed on this rank and --checkpoint.on-error is stop."""
-        return self._config.on_error == "stop" and self.failure is not None
+    def fatal(self) -> TrainerError | None:
+        """Why this rank's saves must end the run: one or its upload has failed and
+        --checkpoint.on-error is stop, or another start has taken over the mirror."""
+        if self._mirror is not None and self._mirror.error is not None:
+            return self._mirror.error
+        why = self.failure or (self._mirror and self._mirror.failure)
+        return SaveFailed(why) if why and self._config.on_error == "stop" else None
 
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; repeated calls save it once. Raises
@@ -295,6 +304,7 @@ class Checkpointer:
         with self.store.stage(job.step, generation=self.generation, wait_s=wait_s) as stage:
             if not self.store.holds(job.step, self.generation):
                 self._write_files(stage, job)
+        self._offer(job)
 
     def _make_job(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> SaveJob:
         step = self._state.progress.step
@@ -322,14 +332,21 @@ class Checkpointer:
             job.error = error  # reported by the main thread at the next boundary
             return
         job.is_published = True
+        self._offer(job)
         try:
             self._verify_restored_best(job)
             if job.error is None:
-                self.store.prune(protect=job.protect)
+                self.store.prune(protect=job.protect | (
+                    set() if self._mirror is None else self._mirror.in_use))
         except (OSError, TrainerError) as error:
             self._log.warning(f"older checkpoints could not be deleted: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
+
+    def _offer(self, job: SaveJob) -> None:
+        """Offer a save that is on disk to the mirror."""
+        if self._mirror is not None:
+            self._mirror.offer(job.step, always=job.kind != "periodic")
 
     def _verify_restored_best(self, job: SaveJob) -> None:
         """Verify the best weights of an earlier attempt before older checkpoints are pruned; at the
@@ -365,7 +382,8 @@ class Checkpointer:
     def load(self, found: CheckpointRef) -> None:
         """Collective. Load a checkpoint into the live tensors of all ranks."""
         restore_state(found, self.store, self._state, self._world, self._log)
-        self.generation = abandon_newer(found, self.store, self._world, self._log)
+        self.generation = max(abandon_newer(found, self.store, self._world, self._log),
+                              self._record.generation)
         now = self._state.progress
         self._started = self._confirmed = (
             NOTHING if found.path else (now.step, now.validated))

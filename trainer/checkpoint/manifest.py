@@ -106,7 +106,7 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
     try:
         if path.is_symlink():  # what is deleted or written there would be elsewhere
             raise ValueError("it is a symbolic link, which isn't followed")
-        manifest = _parse(read_file(path / MANIFEST))
+        manifest = parse_manifest(read_file(path / MANIFEST))
         if manifest["step"] != step:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def check_listed(path: Path) -> None:
     summary of its run, if it is in the folder of one. Raises CheckpointDamaged."""
     entry = None
     with suppress(OSError, ValueError):
-        entry = _parse(read_file(path.with_name(MANIFEST)))["files"].get(path.name)
+        entry = parse_manifest(read_file(path.with_name(MANIFEST)))["files"].get(path.name)
     if path.name == PRODUCT and entry is None:
         entry = (read_json(path.with_name(SUMMARY), Kind(known={"product": LISTED_FILE})) or {}
                  ).get("product")
@@ -206,15 +206,15 @@ def _tail(body: bytes) -> bytes:
     return b',\n  "checksum": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    """Decode a manifest. Raises ValueError if it is damaged."""
+def parse_manifest(raw: bytes, kind: Kind = _MANIFEST) -> dict[str, Any]:
+    """Decode a manifest. Raises ValueError if it is damaged or of another kind."""
     body = raw[: -len(_tail(b""))]
     if not raw:
         raise ValueError(f"{MANIFEST} is empty")
     if raw != body + _tail(body):
         raise ValueError(f"{MANIFEST} doesn't match its own checksum: cut short or altered")
     manifest: dict[str, Any] = parse_json(raw)
-    if why := _MANIFEST.problem(manifest):
+    if why := kind.problem(manifest):
         raise ValueError(f"{MANIFEST}: {why}")
     if others := [name for name in manifest["files"] if Path(name).name != name]:
         raise ValueError(f"{MANIFEST} lists {others[0]!r}, which is no name of a file")

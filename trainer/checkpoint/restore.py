@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.checkpoint.mirror import MirrorEntry, MirrorSource
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -51,26 +52,33 @@ class CheckpointRef:
 
 
 def find_checkpoint(
-    store: Store, world: World, run_id: str, *, newest: int | None = None
-) -> CheckpointRef | None:
-    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read; its
-    holder verifies it. None without checkpoints; ConfigError if all are damaged.
+    store: Store, world: World, run_id: str, *, newest: int | None = None,
+    mirror: MirrorSource | None = None,
+) -> CheckpointRef | None:  # fmt: skip
+    """Collective. The newest valid checkpoint (up to step `newest`) that any rank can read, or that
+    is in the mirror (given on rank 0), from which it is fetched; its holder verifies it. None
+    without checkpoints; ConfigError if all are damaged.
 
     If the checkpoint of the best weights is gone or has files of another size, the newest one from
     before it is selected, if any: resuming there computes them again.
     """
+    mirror = mirror or MirrorSource()
     skipped: list[str] = []
     without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
+    bad_remote: set[tuple[int, int]] = set()
     while True:
         here = store.checkpoints()
         mine = [[i.generation, i.step] for i in here if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        seen = world.gather_json({"good": mine, "broken": broken})
+        remote = [[e.generation, e.step] for e in mirror.entries
+                  if (e.generation, e.step) not in bad_remote
+                  and (newest is None or e.step <= newest)]
+        seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
-        every = [tuple(pair) for view in seen for pair in view["good"]]
+        every = [tuple(pair) for view in seen for pair in (*view["good"], *view["remote"])]
         if not every:
             if without_best is not None:
                 return without_best
@@ -80,16 +88,21 @@ def find_checkpoint(
                     "Restore one from a backup, or start again in another --run-dir."]))
             return None
         latest = max(every)
-        holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
+        holder = next((r for r, view in enumerate(seen) if list(latest) in view["good"]), None)
         try:
-            found = _read_by(holder, latest[1], store, world)
+            if holder is None:
+                _fetch(mirror, latest, store, world)
+            found = _read_by(holder or 0, latest[1], store, world)
         except CheckpointDamaged as error:
             why = str(error)
+            if holder is None:
+                bad_remote.add(latest)
         else:
+            bad_remote.add(latest)  # it is on a disk now
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(world.gather_json(store.checksum(best))):
+                if best in (0, found.step) or _has_best(best, mirror, store, world):
                     return found
                 without_best = found
             elif found.step < best:
@@ -98,6 +111,28 @@ def find_checkpoint(
                    "are damaged or missing")
         skipped.append(why)
         bad.add(latest)
+
+
+def _fetch(mirror: MirrorSource, latest: tuple[int, int], store: Store, world: World) -> None:
+    """Collective. Fetch a checkpoint from the mirror to the disk of rank 0. Raises
+    CheckpointDamaged on all ranks."""
+    entry = MirrorEntry(*latest)
+    world.fail_together(lambda: mirror.fetch(entry, store) if world.is_main else None)
+
+
+def _has_best(best: int, mirror: MirrorSource, store: Store, world: World) -> bool:
+    """Collective. Whether a rank has the checkpoint of the best weights, or can fetch it."""
+    if any(world.gather_json(store.checksum(best))):
+        return True
+    held = world.broadcast_json(
+        max((e.generation for e in mirror.entries if e.step == best), default=None))
+    if held is None:
+        return False
+    try:
+        _fetch(mirror, (held, best), store, world)
+    except CheckpointDamaged:
+        return False
+    return True
 
 
 def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
@@ -22,6 +22,7 @@ from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_FAILURE,
     EXIT_STOPPED,
+    FINAL_EXIT_CODES,
     ConfigError,
     StopRequested,
     TrainerError,
@@ -38,6 +39,8 @@ from trainer.telemetry.std_streams import ignore_output_errors, say
 if TYPE_CHECKING:  # its import takes seconds: a wrong configuration is reported before
     from trainer.run.guard import Guard
 
+LEAVING_S = 0.5
+"""Seconds of --stop.grace-s that are kept for the exit after the uploads."""
 LASTING_AFTER_S = 5.0
 """Seconds after a complete run until a warning names what keeps the process alive."""
 
@@ -187,7 +190,8 @@ class Training:
         if limit_s == "auto":
             limit_s = None if watched else math.inf
         start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-        with Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog:
+        with (self._uploads_finished(config, world),
+              Watchdog(world, self._log, limit_s=limit_s, start_s=start_s) as watchdog):
             world.connect_gpus()
             built = build(config, world, self._log, stop, watchdog.marks)
             guard = self.guard = built.guard
@@ -214,6 +218,28 @@ class Training:
                     raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
                 raise
             guard.close()
+
+    @contextlib.contextmanager
+    def _uploads_finished(self, config: Config[Any], world: World) -> Iterator[None]:
+        """Finally wait for the uploads to the mirror: at the end of a run without a limit; after a
+        stop for --stop.grace-s from the signal on; after a failure as long, unless the launcher
+        restarts the ranks: the next attempt has this disk."""
+        ended_s, restarts = math.inf, False
+
+        def left_s() -> float:
+            began_s = self._stop.since_s if self._stop.requested else ended_s
+            return began_s + config.stop.grace_s - LEAVING_S - time.monotonic()
+
+        try:
+            yield
+        except BaseException as error:
+            is_final = getattr(error, "exit_code", EXIT_FAILURE) in FINAL_EXIT_CODES
+            restarts = world.launch.run_id is not None and not is_final
+            ended_s = time.monotonic()
+            raise
+        finally:
+            if self.guard is not None and self.guard.mirror is not None and not restarts:
+                self.guard.mirror.drain(left_s)
 
     def _survive(self, guard: Guard, error: BaseException) -> None:
         """Save what can be saved after an error. Raises StopRequested in place of an error that

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 from trainer.config.fields import Change, Duration, OnOff, Section, setting
 from trainer.resilience import fault_injection
 from trainer.resilience.preflight import LONGEST_S
+from trainer.storage.object_store import check_url, without_secrets
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
              "multi-step", "plateau")  # fmt: skip
@@ -292,7 +293,23 @@ class Checkpoint(Section, prefix="checkpoint."):
     keep_every: Duration = setting(Duration(0), "ignored")
     """Also keep one checkpoint per such interval for good; off: none."""
     on_error: Literal["continue", "stop"] = setting("continue", "ignored")
-    """If a save fails: continue with the older checkpoint, or stop the run."""
+    """If a save or its upload fails: continue with the older checkpoint, or stop the run."""
+    mirror: str | None = setting(None, "ignored")
+    """URL of a copy of the checkpoints in an object store, from which the run continues on an empty
+    disk: s3://bucket/prefix, gs://…, az://… or file:///folder; one for each run."""
+    mirror_every: Duration | Literal["auto"] = setting("auto", "ignored")
+    """Interval of the uploads besides the best weights, the last step and those of a stop; auto:
+    each save; off: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mirror is not None:
+            try:
+                check_url(self.mirror)
+            except ValueError as error:
+                self.check(False, "mirror", f"{error}.", without_secrets(self.mirror))
+        self.check(self.mirror is not None or self.mirror_every == "auto", "mirror_every",
+                   "there is no mirror; add --checkpoint.mirror URL.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils.data import get_worker_info
 
 from trainer.distributed.peer_errors import text_of
-from trainer.errors import TooManyBadSamples
+from trainer.errors import ConfigError, TooManyBadSamples
 
 T = TypeVar("T")
 
@@ -43,9 +43,11 @@ class SampleError(RuntimeError):
 @contextmanager
 def as_sample_error(doing: str | Callable[[], str]) -> Iterator[None]:
     """Turn an exception into a `SampleError` that names the current operation; in a loader worker
-    also SystemExit and the like, because the exit would hide the reason."""
+    also SystemExit and the like, because the exit would hide the reason. A `ConfigError` passes."""
     try:
         yield
+    except ConfigError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and this_worker() is None:
             raise

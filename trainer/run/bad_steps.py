@@ -212,7 +212,8 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
     checkpoint.finish_pending()
     checkpoint.confirm()
     with world.long_timeout():
-        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run_id, newest=newest)
+        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run_id, newest=newest,
+                                mirror=run.folder.source)
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)

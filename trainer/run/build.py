@@ -19,6 +19,8 @@ from torch import nn
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
+from trainer.checkpoint.mirror import MirrorEntry
+from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
@@ -42,7 +44,7 @@ from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
-from trainer.run import circumstances, run_dir, startup_checks
+from trainer.run import circumstances, mirroring, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
@@ -90,7 +92,7 @@ def build(
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
-                  timing=recorders.timing)
+                  timing=recorders.timing, mirror=folder.mirror)
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validation=validation, test=test,
                     recorders=recorders, guard=guard)
@@ -99,13 +101,22 @@ def build(
 def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     """Collective. Find out which run the folder holds; nothing is written yet."""
     config, world, path = context.config, context.world, context.path
-    identity = run_dir.identify_run(path, world, context.log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
+    source = world.fail_together(partial(
+        mirroring.look, context, partial(run_dir.take_lock, path, lock, world)))
+    identity = run_dir.identify_run(path, world, context.log, resume=config.resume,
+                                    mirrored=source.record)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
-    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=config.checkpoint.keep,
-                  keep_every=setup.steps(config.checkpoint.keep_every) or None,
+    keep, keep_every = config.checkpoint.keep, setup.steps(config.checkpoint.keep_every) or None
+    store = Store(path / layout.CHECKPOINTS, run=identity.run_id, keep=keep, keep_every=keep_every,
                   guard=lock.committing, mark=context.marks.mark)
-    return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
+    every = config.checkpoint.mirror_every
+    policy = MirrorPolicy(every=None if every == "auto" else setup.steps(every), keep=keep,
+                          keep_every=keep_every)
+    return RunFolder(
+        identity=identity, lock=lock, store=store, faults=faults, source=source,
+        mirror=mirroring.make_uploads(source, store, path, policy, context.log),
+        generation=mirroring.next_generation(source, store, world))
 
 
 def _find_resumption(
@@ -137,7 +148,8 @@ def _find_resumption(
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
                                               before=saved.inexact)
     context.status.move_to(position)
-    if position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited:
+    is_over = position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited
+    if is_over and not world.broadcast_json(folder.source.lacks_product(position)):
         run_dir.refuse_finished(context.path, world, position)
     if where:
         decision = replace(decision, changes=(*decision.changes, where))
@@ -147,7 +159,10 @@ def _find_resumption(
 def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | None:
     """Collective. Find this run's newest checkpoint, which takes precedence over --resume PATH."""
     config, world, log = context.config, context.world, context.log
-    found = find_checkpoint(folder.store, world, folder.identity.run_id)
+    found = find_checkpoint(folder.store, world, folder.identity.run_id, mirror=folder.source)
+    if found is not None:
+        entry = MirrorEntry(found.generation, found.step)
+        world.fail_together(partial(folder.source.restore_records, entry, context.path))
     if config.resume not in ("auto", "never"):
         if found is None:
             found = find_checkpoint_at(context.resume_from, world)
@@ -186,7 +201,10 @@ def _enter_folder(
         [command_line.to_toml(config), resumption.circumstances["code"]])
     run_dir.begin(path, events, world, log, position=resumption.position, version=version,
                   max_same_step=config.restart.max_same_step)
+    world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
+                                path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
+    mirroring.start_uploads(folder.mirror, resumption.found)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
@@ -229,7 +247,8 @@ def _make_trainable(
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=context.log, marks=marks,
-        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt),
+        record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt,
+                         generation=folder.generation, mirror=folder.mirror),
         config=config.checkpoint, boundary=boundary)
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))

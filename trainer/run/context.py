@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.mirror import MirrorSource
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.config.compatibility import ResumeDecision
@@ -49,6 +51,12 @@ class RunFolder:
     lock: RunLock
     store: Store
     faults: Sequence[Fault]
+    mirror: MirrorUploads | None = None
+    """Set on rank 0 of a run with a mirror."""
+    source: MirrorSource = field(default_factory=MirrorSource)
+    """What rank 0 has found in the mirror."""
+    generation: int = 0
+    """The least generation of this attempt's checkpoints: that of the mirror's fence."""
     metrics: Metrics = field(default_factory=Metrics)
     given_hints: set[str] = field(default_factory=set)
     """Names of the hints that are off or that the run has given; `Hints` adds to it."""

@@ -88,6 +88,8 @@ def finish(run: Run) -> dict[str, Any]:
         run.recorders.pictures.save_animation(progress.step)
     world.fail_together(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
+    if run.folder.mirror is not None:
+        run.folder.mirror.offer_product(progress.step)
     for text in run.guard.faults.unfired():
         log.warning(f"--inject {text}: the injected fault was never reached")
     for line in run_dir.closing_lines(summary, display_path(path)):

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
@@ -42,6 +43,7 @@ class Guard:
     loader: Loader
     metrics: Metrics
     timing: StepTiming
+    mirror: MirrorUploads | None = None
 
     @property
     def current_step(self) -> int:
@@ -64,7 +66,7 @@ class Guard:
         saved = checkpoint.has_unreported_save and self.metrics.flush()
         recorded = world.is_main and self.metrics.sync_if_long()
         stop = self.context.stop.requested
-        return stop, checkpoint.overdue, checkpoint.must_fail, saved, recorded
+        return stop, checkpoint.overdue, checkpoint.fatal is not None, saved, recorded
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""
@@ -73,7 +75,7 @@ class Guard:
         if "recorded" in requests:  # the report is from before this step
             self.metrics.drop(self.state.progress.step - 1)
         if "fail" in requests:
-            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+            raise self.checkpoint.fatal or SaveFailed("rank 0 could not save or upload")
 
     def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler, which the loader has set, while its exception would leave
@@ -185,6 +187,8 @@ class Guard:
 
     def release(self) -> None:
         """Give back what the run holds, in a process that continues."""
+        if self.mirror is not None:
+            self.mirror.close()
         self.loader.close()
         self.lock.close()
         self.checkpoint.store.close()

@@ -101,6 +101,8 @@ def open_metrics(
         unshown = [line for line in history if line["step"] >= first]
     board = _open_tensorboard(context, setup, history, first if position else 0)
     board.introduce(summary, log.attempt)
+    if folder.mirror is not None:
+        board.show_figures(folder.mirror.figures)
     if not position:
         show_samples(board, setup.task, log)
         if context.world.is_main and context.config.log.graph == "on":
@@ -193,9 +195,13 @@ def _other_sinks(
     config, log, total = context.config, context.log, setup.intervals.total
     if not context.world.is_main:
         return
-    yield Console(log, total=total, every=setup.intervals.log or total, start=position,
-                  bar=sys.stderr.isatty() and config.log.level in ("debug", "info"),
-                  restarts=log.attempt, earlier_s=_earlier_s(context.path) if position else 0.0)
+    console = Console(log, total=total, every=setup.intervals.log or total, start=position,
+                      bar=sys.stderr.isatty() and config.log.level in ("debug", "info"),
+                      restarts=log.attempt,
+                      earlier_s=_earlier_s(context.path) if position else 0.0)
+    if folder.mirror is not None:
+        console.show_note(folder.mirror.behind)
+    yield console
     if config.log.wandb != "off":
         make_wandb = partial(
             WandB, context.path, folder.identity.run_id, mode=config.log.wandb,

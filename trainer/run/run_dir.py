@@ -85,14 +85,26 @@ class RunIdentity:
     attempt: int
 
 
-def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdentity:
-    """Collective. Determine the run's id, new for an empty folder, and the attempt's number."""
+def identify_run(
+    path: Path, world: World, log: Log, *, resume: str,
+    mirrored: Mapping[str, Any] | None = None,
+) -> RunIdentity:  # fmt: skip
+    """Collective. Determine the run's id, new for an empty folder, and the attempt's number. On
+    rank 0, `mirrored` describes the run in the mirror."""
 
     def read() -> dict[str, Any] | None:
         old = _read_identity(path) if world.local_rank == 0 else None
         if old is None:
+            if resume == "never" and mirrored is not None:
+                raise ConfigError("--resume never: --checkpoint.mirror already holds a run; choose "
+                                  "another URL, or omit --resume to continue it.")
             return None
-        restarted = old.get("launch") is not None and old["launch"] == _launch_id(world)
+        if mirrored is not None and mirrored["run"] != old["run"]:
+            raise ConfigError(
+                f"--checkpoint.mirror: it holds another run ({mirrored['run']}, step "
+                f"{mirrored['step']}) than --run-dir {display_path(path)} ({old['run']}); choose "
+                "another URL for this run, or another --run-dir to continue the other one.")
+        restarted = old.get("launch") is not None and old["launch"] == launch_id(world)
         if resume == "never" and not restarted:
             raise ConfigError(f"--resume never: {display_path(path)} already holds a run; choose "
                               "another --run-dir, or omit --resume to continue it.")
@@ -103,10 +115,11 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
     mine = world.fail_together(read)
     # A node with its own disk may rejoin with an empty folder, or with a short run that it started
     # without the others. The run with the most steps is continued.
-    seen = [record for record in world.gather_json(mine) if record is not None]
+    remote = world.broadcast_json(mirrored)
+    seen = [record for record in (*world.gather_json(mine), remote) if record is not None]
     if not seen:
         return RunIdentity(run_id=world.broadcast_json(secrets.token_hex(8)), attempt=0)
-    run = max(seen, key=lambda record: record["step"])["run"]
+    run = (remote or max(seen, key=lambda record: record["step"]))["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
         log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
@@ -208,14 +221,9 @@ def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
 
 
 def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> str | None:
-    launcher, launch_id = None if world.launch.run_id is None else os.getppid(), _launch_id(world)
-    mine = {"run": identity.run_id, "attempt": identity.attempt, "launch": launch_id}
+    mine = {"run": identity.run_id, "attempt": identity.attempt, "launch": launch_id(world)}
     try:
-        make_folder(path)
-        for name in layout.FOLDERS:
-            refuse_link(path / name)
-        warning = lock.take(launcher_pid=launcher, launch_id=launch_id)
-        world.write_run_dir(lock.holds)
+        warning = take_lock(path, lock, world)
         if lock.holds:
             _check_writable(path)
             when_not_full(lambda: replace_json(path / layout.IDENTITY, mine), log.warning,
@@ -225,6 +233,17 @@ def _take(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
             raise  # no configuration error, since earlier attempts could write; may be temporary
         raise ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that can "
                           "be written.") from problem
+    return warning
+
+
+def take_lock(path: Path, lock: RunLock, world: World) -> str | None:
+    """Take the lock of a run folder for this attempt; see `RunLock.take`."""
+    make_folder(path)
+    for name in layout.FOLDERS:
+        refuse_link(path / name)
+    launcher = None if world.launch.run_id is None else os.getppid()
+    warning = lock.take(launcher_pid=launcher, launch_id=launch_id(world))
+    world.write_run_dir(lock.holds)
     return warning
 
 
@@ -263,12 +282,12 @@ def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Lo
             f"gave up: step {row[0].failed_step} has failed {len(row)} time{'s' * (len(row) > 1)} "
             f"in a row (--restart.max-same-step {max_same_step}). Fix the cause; the same command "
             f"then continues from step {position}. First cause: {cause}")
-    log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
+    log.event("start", world_size=world.size, pid=os.getpid(), launch=launch_id(world),
               version=version, reached=reached)
     world.raise_on_all_ranks(error)
 
 
-def _launch_id(world: World) -> str | None:
+def launch_id(world: World) -> str | None:
     """An id that all attempts of one launcher share (torchrun's own is "none" by default)."""
     launch = world.launch
     if launch.run_id is None:

@@ -4,7 +4,9 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT = "summary.json", "model.safetensors"
 METRICS, EVENTS, TIMING = "metrics.jsonl", "events.jsonl", "timing.jsonl"
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, LAST_STEP, PICTURES = "compile-cache", "last-step", "pictures"
+COMPILED, LAST_STEP, PICTURES, MIRROR = (
+    "compile-cache", "last-step", "pictures", "mirror.json",
+)  # fmt: skip
 STACKS, REPORT, PREDICTIONS = "stacks", "report", "predictions"
 FOLDERS = (CHECKPOINTS, TENSORBOARD, f"{TENSORBOARD}/train", f"{TENSORBOARD}/validation", FAULTS,
            COMPILED, PICTURES, STACKS)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from trainer.config.fields import Section, setting
+from trainer.data.images import read_rgb
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
@@ -39,14 +40,8 @@ _FOLDERS = {"train": ("train",), "validation": ("val", "validation", "valid"), "
 
 def _read(path: str) -> Any:
     """Read an image as RGB. An OSError names the path, which PIL's own errors may not."""
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
-                grey = np.asarray(image).astype(np.int64) >> 8
-                return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
-            return image.convert("RGB")
+        return read_rgb(path)
     except (OSError, SyntaxError, ValueError) as error:
         raise OSError(f"{path}: {error}") from error
 

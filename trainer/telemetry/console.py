@@ -27,8 +27,9 @@ class Console(Sink):
         self._log, self._total, self._every, self._clock = log, total, every, clock
         self._start, self._bar = start, None
         self._began = self._shown_s = clock()
-        self._tail = [f"restarts {restarts}"] if restarts else []
         self._where = ""  # epoch and rate of the last step
+        self._restarts = [f"restarts {restarts}"] if restarts else []
+        self._note: Callable[[], str] = str
         if bar:
             from tqdm import tqdm
 
@@ -38,6 +39,14 @@ class Console(Sink):
             self._bar.refresh()
             # The bar is on stderr, as the log: tqdm.write would use stdout.
             log.write_lines_by(lambda text: tqdm.write(text, file=sys.stderr))
+
+    def show_note(self, note: Callable[[], str]) -> None:
+        """Show the text that `note` returns, if any, after the figures of a step."""
+        self._note = note
+
+    @property
+    def _tail(self) -> list[str]:
+        return [*self._restarts, *filter(None, [self._note()])]
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]

@@ -39,7 +39,7 @@ EVENT = Kind(
         **dict.fromkeys(("why", "where", "what", "launch", "version"), optional(is_text)),
         **dict.fromkeys(("at_step", "to_step", "bytes", "pid"), is_count),
         **dict.fromkeys(("failed_step", "culprit", "reached"), optional(is_count)),
-        **dict.fromkeys(("seconds", "idle_s"), is_seconds),
+        **dict.fromkeys(("seconds", "idle_s", "lag_s", "mb_per_s"), is_seconds),
         "echo": is_flag, "entered": table_of(is_seconds), "exit_code": is_number,
         "world_size": is_positive})
 """A line of events.jsonl: the entries that readers use."""

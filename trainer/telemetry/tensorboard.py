@@ -109,6 +109,7 @@ class TensorBoard(Sink):
         self._histograms_every, self._tensors = histograms_every, tensors
         self._norms = deque[float](maxlen=NORMS)  # since the last validation
         self._last_validation: dict[str, float] = {}
+        self._figures: Callable[[], Mapping[str, float]] = dict
         for line in history:
             self._remember(line)
         self._is_new = not folder.exists()
@@ -122,6 +123,10 @@ class TensorBoard(Sink):
         if restarts:
             self._training.scalars({"run/restarts": restarts}, self._first)
 
+    def show_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Show what `figures` returns, tag → value, beside the scalars of a step."""
+        self._figures = figures
+
     def samples(self, images: Any) -> None:
         self._training.image("images/samples", images, 0, dataformats="NCHW")
 
@@ -132,7 +137,8 @@ class TensorBoard(Sink):
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
         if step == 1 or not step % self._every:
-            self._training.scalars(_curves(train_scalars(line, timing)), step)
+            self._training.scalars({**_curves(train_scalars(line, timing)),
+                                    **(self._figures() if timing else {})}, step)
             if not self._is_validated(step):
                 self._show_validation(step)
 

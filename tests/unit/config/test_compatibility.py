@@ -22,6 +22,7 @@ HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_siz
 BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
     "overfit": ["--overfit", "9"],
+    "checkpoint.mirror_every": ["--checkpoint.mirror=s3://bucket/run"],
     "optim.momentum": ["--optim.name=sgd"], "optim.nesterov": ["--optim.name=sgd"],
     "schedule.options": ["--schedule.name=cosine-annealing"],
     "eval.min_delta": ["--eval.patience=3"], "precision.loss_scale": ["--precision.dtype=fp16"],
@@ -39,6 +40,7 @@ CHANGES = {
     "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
     "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",
     "task.teacher": "/there", "task.teacher_model": "resnet18", "init": "/there",
+    "checkpoint.mirror": "s3://bucket/run",
     "freeze": "body.*", "optim.rates": "body.*=0.1", "optim.ema": "0.9",
     "schedule.options": "eta_min=0.2", "optim.options": "amsgrad=true", "task.seed": "3",
     "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",

@@ -20,7 +20,8 @@ LOOP.append(LOOP)
 @pytest.mark.parametrize("value", [
     None, True, 2**200, -0.0, float("nan"), "a", b"\x00\xff", [], (), {}, set(),
     {"a": [1, {"b": None}]}, [1, (2, [3])], {1: "one", "1": 1, (2, 3): {4}}, frozenset({(1, 2)}),
-    {"$tuple": [1]}, {"$": 1}, {"a": "$"}, random.getstate(), np.random.get_state(),
+    {"$tuple": [1]}, {"$": 1}, {"a": "$"}, random.Random(1).getstate(),
+    np.random.RandomState(1).get_state(),
     np.random.default_rng(1).bit_generator.state, torch.Generator().manual_seed(1).get_state(),
     {"buffer": [torch.arange(6).view(2, 3).t(), torch.tensor(2.5, dtype=torch.bfloat16)]},
     torch.empty(0, 3), np.arange(6)[::-2], np.array(["a", "bc"]), np.datetime64("2020-01-01"),

@@ -9,7 +9,7 @@ from trainer.commands.report.history import History
 from trainer.resilience.attempts import Event
 from trainer.run.run_dir import early_end
 
-ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
+ORDINARY = ("start", "fresh", "restore", "first-step", "save", "mirror", "lost-peer")
 """Events of every healthy run, and `lost-peer`, which follows the failure of another rank."""
 DEATH = "died: every process has ended without an event (killed from outside, or the host failed)"
 """How an attempt ended that nothing has recorded."""
@@ -63,6 +63,7 @@ def summary(run: History) -> dict[str, str]:
         "wall time": format_duration(run.wall_s), "goodput": _goodput(run),
         "not useful": ", ".join(lost_s) or "nothing",
         "attempts": str(len(run.attempt_times)), "injected faults": str(faults) if faults else "",
+        "mirror": _mirror(run),
         "repeated steps": f"{run.lost_steps:,}", "steps without an update": f"{skipped:,}",
         "clipped steps": _clipped(run), **_speed(run),
         "result": f"{determinism.get('label', '')} {determinism.get('why', '')}".strip()}
@@ -85,6 +86,16 @@ def _goodput(run: History) -> str:
     whole = f"{useful_s / run.wall_s:.1%}"
     running = f"{useful_s / (run.wall_s - waiting_s):.1%}"
     return f"{running} while it ran, {whole} of the wall time" if waiting_s else whole
+
+
+def _mirror(run: History) -> str:
+    """Format the uploads to the mirror: number, bytes, speed, and the longest delay."""
+    uploads = [event for event in run.events if event["event"] == "mirror" and "lag_s" in event]
+    if not uploads:
+        return ""
+    size, seconds = (sum(event[name] for event in uploads) for name in ("bytes", "seconds"))
+    return (f"{len(uploads)} uploads, {size / 1e6:,.0f} MB at {size / 1e6 / seconds:.3g} MB/s, at "
+            f"most {format_duration(max(event['lag_s'] for event in uploads))} behind")
 
 
 def _clipped(run: History) -> str:

@@ -1,0 +1,225 @@
+"""Objects in S3, Google Cloud Storage, Azure Blob Storage or a folder, with conditional writes.
+
+The requests are made by obstore (https://developmentseed.org/obstore), the extra `trainer[remote]`.
+Credentials come from the environment only, by each provider's own variables; no message has them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.storage.files import CHUNK, make_folder
+
+SCHEMES = ("s3", "gs", "az", "file")
+PART_BYTES, MOST_PARTS, PARALLEL = 8 << 20, 9000, 6
+"""Size of the parts of an upload and of a download, the most parts of an object (S3 allows 10,000),
+and how many are on their way at a time."""
+_SECRET = re.compile(r"(AWS|AZURE|GOOGLE).*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS)")
+"""Environment variables whose values no message may contain."""
+
+Version = dict[str, str]
+"""Identifies the content of an object, for a conditional write."""
+
+
+class StoreError(Exception):
+    """A request to the object store has failed; later it may succeed."""
+
+
+class AccessDenied(StoreError):
+    """The credentials are missing or wrong, or don't permit the request."""
+
+
+class Missing(StoreError):
+    """There is no such object, or no such bucket."""
+
+
+class Conflict(StoreError):
+    """The condition of a write doesn't hold: the object exists, or has changed."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object in a listing."""
+
+    key: str
+    size: int
+    modified: datetime
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError, with a remedy, unless a URL may name an object store."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ValueError("use s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or "
+                         "file:///folder")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("a URL is written to files and logs, so it may not contain credentials or "
+                         "a query; set the provider's environment variables instead")
+    if parts.scheme == "file" and (parts.netloc or parts.path in ("", "/")):
+        raise ValueError("write file:///folder, with the absolute path of a folder")
+    if parts.scheme != "file" and not parts.netloc:
+        raise ValueError(f"name a bucket: {parts.scheme}://bucket/prefix")
+
+
+def without_secrets(url: str) -> str:
+    """A URL, or a text with URLs, without user names, passwords and queries."""
+    return re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]+@", "//…@", url))
+
+
+class ObjectStore:
+    """The objects below a URL, by key. Thread-safe. All methods raise StoreError.
+
+    Args:
+        store: an object store of obstore.
+        url: its URL, for messages.
+        folder: the folder of a `file://` store, whose conditional writes need a lock.
+    """
+
+    def __init__(self, store: Any, url: str, *, folder: Path | None = None) -> None:
+        import obstore
+
+        self.url, self.folder = url, folder
+        self._store, self._api = store, cast(Any, obstore)
+
+    @classmethod
+    def open(cls, url: str) -> ObjectStore:
+        """Connect to the store of a URL; no request is made. Raises ModuleNotFoundError without
+        obstore, and StoreError if an environment variable is wrong."""
+        from obstore.store import LocalStore, from_url
+
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme == "file":
+            folder = Path(urllib.parse.unquote(parts.path))
+            with _translated(url):
+                make_folder(folder)
+                return cls(LocalStore(folder), url, folder=folder)
+        client: Any = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=5),
+                  "allow_http": True}  # only of an endpoint that is http:// itself
+        retry: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+        with _translated(url):
+            return cls(from_url(url.rstrip("/"), client_options=client, retry_config=retry), url)
+
+    def put_new(self, key: str, data: bytes) -> None:
+        """Write a new object; raises Conflict if it exists (`If-None-Match: *`)."""
+        with _translated(key):
+            self._api.put(self._store, key, data, mode="create")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, whether it exists or not."""
+        with _translated(key):
+            self._api.put(self._store, key, data)
+
+    def replace(self, key: str, data: bytes, version: Version) -> None:
+        """Overwrite an object if it still has this version, else raise Conflict (`If-Match`)."""
+        with _translated(key):
+            if self.folder is None:
+                self._api.put(self._store, key, data, mode=version)
+                return
+            with (self.folder / ".lock").open("ab") as lock:  # closing it releases the lock
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if _version(self._api.head(self._store, key)) != version:
+                    raise Conflict(f"{key} has changed")
+                self._api.put(self._store, key, data)
+
+    def read(self, key: str) -> tuple[bytes, Version] | None:
+        """Content and version of a small object; None if it is missing."""
+        try:
+            with _translated(key):
+                found = self._api.get(self._store, key)
+                return bytes(found.bytes()), _version(found.meta)
+        except Missing:
+            return None
+
+    def upload(self, key: str, path: Path, on_chunk: Callable[[memoryview], object]) -> None:
+        """Write a file to an object, in parallel parts; each chunk is passed to `on_chunk` first.
+        An exception in it aborts the upload: there is no object then."""
+        size = path.stat().st_size
+        part = max(PART_BYTES, size // MOST_PARTS)
+        with _translated(key), path.open("rb", buffering=0) as file:
+            if size <= PART_BYTES:
+                data = file.read()
+                on_chunk(memoryview(data))
+                self._api.put(self._store, key, data)
+                return
+            self._api.put(self._store, key, _chunks(file, part, on_chunk), chunk_size=part,
+                          max_concurrency=PARALLEL)
+
+    def download(self, key: str, size: int) -> Iterator[memoryview]:
+        """The content of an object of this size, in parts that are read in parallel. Raises
+        Missing."""
+        def part(start: int) -> memoryview:
+            with _translated(key):
+                return memoryview(self._api.get_range(
+                    self._store, key, start=start, end=min(start + PART_BYTES, size)))
+
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool:
+            ahead = deque[Any]()
+            for start in range(0, size, PART_BYTES):
+                ahead.append(pool.submit(part, start))
+                if len(ahead) == PARALLEL:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """The objects below a folder."""
+        with _translated(prefix):
+            for batch in self._api.list(self._store, prefix=prefix or None):
+                for meta in batch:
+                    yield StoredObject(meta["path"], meta["size"], meta["last_modified"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, which may be missing."""
+        for key in keys:
+            with suppress(Missing), _translated(key):
+                self._api.delete(self._store, key)
+
+
+def _chunks(file: Any, size: int, on_chunk: Callable[[memoryview], object]) -> Iterator[bytes]:
+    while data := file.read(size):
+        for start in range(0, len(data), CHUNK):
+            on_chunk(memoryview(data)[start : start + CHUNK])
+        yield data
+
+
+def _version(meta: Any) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Raise the errors of obstore as those of this module."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Missing(_message(error)) from None
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+        raise Conflict(_message(error)) from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise AccessDenied(_message(error)) from None
+    except (exceptions.BaseError, NotImplementedError, OSError) as error:
+        raise StoreError(f"{key}: {_message(error)}") from None
+
+
+def _message(error: Exception) -> str:
+    """The message of an error of obstore without its debugging output, tags and secrets."""
+    text = re.sub(r"<[^>]*>|\s+", " ", str(error).partition("\n\nDebug source")[0])
+    text = without_secrets(text)
+    for name, value in os.environ.items():
+        if len(value) > 3 and _SECRET.match(name.upper()):
+            text = text.replace(value, "***").replace(urllib.parse.quote(value, safe=""), "***")
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else f"{text[:400]}…"
