@@ -89,7 +89,7 @@ def _scores(run: Path, summary: Mapping[str, Any]) -> Iterator[str]:
     scores = {"validation": {name.removeprefix("val_"): value for name, value in lines[-1].items()
                              if name.startswith("val_")} if lines else {}, "test": test}
     for split, found in scores.items():
-        chosen = ["loss", primary_metric(found)]
-        shown = [f"{name} {found[name]:.4g}" for name in chosen
-                 if isinstance(found.get(name or ""), int | float)]
+        chosen = ["loss", primary_metric(found) or "loss"]
+        shown = [f"{name} {found[name]:.4g}" for name in dict.fromkeys(chosen)
+                 if isinstance(found.get(name), int | float)]
         yield f"{split} {' '.join(shown)}" if found else f"no {split} data"

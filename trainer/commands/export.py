@@ -180,8 +180,9 @@ def _difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> floa
 
 
 def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
-    model, folder = reader.model, path.parent
-    parts = [model, *(getattr(reader.task, name, None) for name in PROCESSORS)]
+    model: Any = reader.model
+    folder = path.parent
+    parts: list[Any] = [model, *(getattr(reader.task, name, None) for name in PROCESSORS)]
     if not (hasattr(model, "save_pretrained") and hasattr(model, "from_pretrained")):
         raise ConfigError(f"--format hf: the model, a {type(model).__name__}, has no "
                           "save_pretrained and from_pretrained; use --format safetensors.")

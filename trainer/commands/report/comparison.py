@@ -15,7 +15,7 @@ from trainer.run.finish import best_rule
 from trainer.telemetry.events import writable
 from trainer.telemetry.metrics import primary_metric
 
-FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wall_s")
+FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wall_s", "device_s")
 """Ends of the names of figures of which less is better."""
 
 
@@ -49,6 +49,7 @@ def figures(run: History) -> dict[str, Any]:
     test = (run.summary or {}).get("test") or {}
     found = {
         "step": last.get("step", 0), "loss": last.get("loss"), "wall_s": run.wall_s,
+        "device_s": run.device_s,
         **{name: value for name, value in line.items() if name.startswith("val_")},
         **{f"test_{name}": value for name, value in test.items()}}
     return {name: value for name, value in found.items()

@@ -126,6 +126,11 @@ class History:
         return self.over - self.begun
 
     @property
+    def device_s(self) -> float:
+        """Seconds for which the devices of all ranks computed, repeated steps included."""
+        return sum(seconds or 0.0 for line in self.timing for seconds in line.get("compute_s", ()))
+
+    @property
     def lost_steps(self) -> int:
         """Number of finished steps that were repeated."""
         return sum(lost_steps(*pair, self.events) for pair in _pairs(self.attempt_times))
