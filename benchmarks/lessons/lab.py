@@ -84,7 +84,8 @@ def seconds(run: Path) -> float:
 def report(run: Path, epochs: int) -> dict[str, Any]:
     """The figures of a finished run."""
     lines = read_metrics(run / METRICS)
-    norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+    # fp16: a step that overflowed has none
+    norms = [line["grad_norm"] for line in lines if line.get("grad_norm") is not None]
     late = norms[len(norms) // 2:]
     summary = json.loads((run / "summary.json").read_text())
     return {
