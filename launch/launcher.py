@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from launch.options import Options, parse_options
+from launch.options import Options, parse_options, take_secret
 from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
@@ -29,12 +29,13 @@ def run(argv: Sequence[str]) -> int:
     try:
         use_utf8()
         options = parse_options(argv)
+        secret = take_secret(options)
         check_current_folder("trainer", "launch")
         allow_files(options.nproc_per_node)
         check_cache_folder()
         stop = LauncherStop()
         stop.install()
-        return _launch(options, stop)
+        return _launch(options, secret, stop)
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_FAILURE
 
 
-def _launch(options: Options, stop: LauncherStop) -> int:
+def _launch(options: Options, secret: bytes, stop: LauncherStop) -> int:
     if options.rdzv_endpoint is not None:
         # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -72,7 +73,8 @@ def _launch(options: Options, stop: LauncherStop) -> int:
         if options.rdzv_endpoint is None:
             agent = HotAgent(LoopbackRendezvous(), ranks, options, stop, output)
         else:
-            nodes = NodesRendezvous(options, lambda: stop.signal is not None, output.print_line)
+            nodes = NodesRendezvous(
+                options, secret, lambda: stop.signal is not None, output.print_line)
             agent = NodeAgent(nodes, ranks, options, stop, output)
         agent.run()
         return agent.decision.code

@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.resilience.preflight import LONGEST_S
 
 DEFAULT_PORT = 29400
+SECRET, SECRET_LENGTH = "TRAINER_SECRET", 16
 USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
            [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""
 
@@ -104,6 +105,9 @@ class Options:
     rdzv_endpoint: tuple[str, int] | None = _option(
         None, _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of one of them, "
         f"which hosts the store (default port: {DEFAULT_PORT})")
+    private_network: bool = dataclasses.field(default=False, metadata={
+        "action": "store_true", "help": "several nodes may train without a secret in "
+        f"{SECRET}: nobody else reaches their ports"})
     rejoin_timeout: float = _option(
         600.0, number(float, 0.001), "X",
         "seconds to wait for the endpoint to answer and for MIN nodes to join (default: 600)")
@@ -136,6 +140,23 @@ def parse_options(argv: Sequence[str]) -> Options:
         raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
                           "HOST:PORT, the same on all of them")
     return found
+
+
+def take_secret(options: Options) -> bytes:
+    """The secret of the job, from the environment, where child processes must not find it; empty on
+    a private network or a single node. Raises `ConfigError` if several nodes have none."""
+    secret = os.environ.pop(SECRET, "")
+    if options.rdzv_endpoint is None:
+        return b""
+    if not secret and not options.private_network:
+        raise ConfigError(
+            f"several nodes need a secret: whoever reaches {options.rdzv_endpoint[0]}:"
+            f"{options.rdzv_endpoint[1]} could run code as you. Set the same {SECRET} on all "
+            "nodes (openssl rand -hex 32), or give --private-network if nobody else reaches it")
+    if secret and len(secret) < SECRET_LENGTH:
+        raise ConfigError(f"{SECRET} has {len(secret)} characters, fewer than {SECRET_LENGTH}, "
+                          "and could be guessed: openssl rand -hex 32 makes one")
+    return secret.encode()
 
 
 def _dashed(argument: str) -> str:

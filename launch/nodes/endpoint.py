@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from launch.nodes.signed_store import SignedStore
 from launch.rendezvous import host_store
 from trainer.distributed import sockets
 from trainer.errors import ConfigError
@@ -26,10 +27,14 @@ STORE_ERRORS = (RendezvousError, RuntimeError, OSError)  # of torch's rendezvous
 
 
 class Endpoint:
-    """HOST:PORT and the store there, which the node with that address hosts."""
+    """HOST:PORT and the store there, which the node with that address hosts. Its values are signed
+    with `secret`; `on_forged` is called for each that is not."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self, host: str, port: int, secret: bytes, on_forged: Callable[[], None]
+    ) -> None:
         self._host, self._port = host, port
+        self._secret, self._on_forged = secret, on_forged
         self._server: TCPStore | None = None  # serves as long as the object exists
         self._has_connected = False
         try:
@@ -47,7 +52,7 @@ class Endpoint:
     def hosts(self) -> bool:
         return self._server is not None
 
-    def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
+    def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, SignedStore]:
         """Host the store if this node has the endpoint's address, and connect to it twice: for
         requests, and for waiting until other nodes write. Raises one of `STORE_ERRORS` if the
         endpoint does not answer."""
@@ -72,7 +77,10 @@ class Endpoint:
             timer.cancel()
         waiting.set_timeout(timedelta(seconds=WAIT_S))
         self._has_connected = True
-        return GuardedBackend(requests, on_read, self._connections_since(before)), waiting
+        signed = [SignedStore(store, self._secret, is_host=self.hosts, on_forged=self._on_forged)
+                  for store in (requests, waiting)]
+        backend = GuardedBackend(signed[0], on_read, self._connections_since(before))
+        return backend, signed[1]
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
         return {inode for inode, (_, peer_port) in sockets.connections().items()
@@ -96,7 +104,7 @@ class GuardedBackend(C10dRendezvousBackend):
     cut off blocks until the network is back, despite its timeout."""
 
     def __init__(
-        self, store: TCPStore, on_read: Callable[[], None], inodes: Collection[int]
+        self, store: SignedStore, on_read: Callable[[], None], inodes: Collection[int]
     ) -> None:
         self._on_read, self._inodes = on_read, inodes
         self._called_s: dict[int, float] = {}  # thread → start of the call that it waits for

@@ -1,6 +1,6 @@
 """The rendezvous of several nodes: torch's c10d rendezvous, which survives the loss of its store.
 
-Besides torch's state, the store contains, under `trainer/`:
+Every value is signed (`SignedStore`). Besides torch's state, the store contains, under `trainer/`:
 
 - `launch`: the id of this launch on all nodes;
 - `newest`: the nonce of the newest attempt; a node with another nonce stops its ranks;
@@ -31,7 +31,7 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
-from launch.options import Options
+from launch.options import SECRET, Options
 from launch.rendezvous import LauncherRendezvous, host_store
 from trainer.distributed import torch_private
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
@@ -63,23 +63,25 @@ class MembershipChange:
 
 
 class NodesRendezvous(LauncherRendezvous):
-    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped`: whether this
-    node received a stop request."""
+    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `secret` signs the
+    values in the store. `stopped`: whether this node received a stop request."""
 
     def __init__(
-        self, options: Options, stopped: Callable[[], bool], print_line: Callable[[str], None]
+        self, options: Options, secret: bytes, stopped: Callable[[], bool],
+        print_line: Callable[[str], None],
     ) -> None:
         super().__init__()
         assert options.rdzv_endpoint is not None
         self.stop_requested = False  # whether any node received a stop request
         self.members: frozenset[tuple[str, int]] = frozenset()  # address and pid of each node
-        self._endpoint = Endpoint(*options.rdzv_endpoint)
+        self._endpoint = Endpoint(*options.rdzv_endpoint, secret, self._report_forged)
         self._min_nodes, self._max_nodes = options.nnodes
         self._timeout_s = options.rejoin_timeout
         self._stopped, self._print_line = stopped, print_line
         self._me = (self._endpoint.own_address, os.getpid())
         self._description = f"the rendezvous at {self._endpoint}"
         self._nonce = ""
+        self._forged = ""  # the message about values that are not signed, once it is printed
         self._joining = False
         self._attempt_server: TCPStore | None = None
         self._handler: dynamic.DynamicRendezvousHandler | None = None
@@ -111,8 +113,8 @@ class NodesRendezvous(LauncherRendezvous):
                 self._drop_connections()
             waited_s = time.monotonic() - began_s
             if waited_s > self._timeout_s:
-                raise RunEnded(EXIT_FAILURE, f"{self._description} did not answer within "
-                               f"--rejoin-timeout {self._timeout_s:g} s")
+                raise RunEnded(EXIT_FAILURE, self._forged or f"{self._description} did not answer "
+                               f"within --rejoin-timeout {self._timeout_s:g} s")
             if not warned and waited_s > STORE_TIMEOUT_S:
                 warned = True
                 self._print_line(f"{self._description} does not answer; retrying for "
@@ -258,7 +260,15 @@ class NodesRendezvous(LauncherRendezvous):
             return MembershipChange("join", f"node {', '.join(names)} joins")
         return None
 
+    def _report_forged(self) -> None:
+        if not self._forged:
+            self._forged = (f"{self._description} contains a value that is not signed with this "
+                            f"node's {SECRET}: it differs between the nodes, or a stranger has "
+                            "written to the store")
+            self._print_line(self._forged)
+
     def _check_requests(self) -> None:
+        self._call("check", ["trainer/launch"])  # a node that joins needs it unchanged
         self.stop_requested = self.stop_requested or self._call("check", ["trainer/stop"])
         if self._joining and threading.current_thread() is threading.main_thread():
             if self._call("check", ["trainer/end"]):

@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +27,24 @@ PORT = 29400
 BOUND_S = 10.0
 """Limit from a node's death to the next step without it, and from its return to a step with it."""
 
+SECRET = {"TRAINER_SECRET": "a secret that strangers do not know"}
 STEPS = 300
+ATTACK = """
+import base64, os, pickle, sys, time
+from torch.distributed import TCPStore
+
+class Payload:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[3]}",)
+
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, wait_for_workers=False)
+attack = base64.b64encode(pickle.dumps(Payload())).decode()
+for _ in range(5):
+    store.set("torch.rendezvous.trainer", attack)
+    for name in ("launch", "newest", "stop", "end"):
+        store.set(f"trainer/{name}", "0")
+    time.sleep(1)
+"""
 
 
 def training(folder: Path, *more: str) -> list[str]:
@@ -35,12 +54,14 @@ def training(folder: Path, *more: str) -> list[str]:
             "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]
 
 
-def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> list[Launch]:
-    """A node with one rank, which hosts the store, and one with two, with a folder each."""
+def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str, count: int = 2) -> list[Launch]:
+    """A node with one rank, which hosts the store, and others with two on the second host, with a
+    folder each."""
     options = [f"--nnodes={nnodes}", "--max-restarts=0",
                f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]
-    return [Launch(folder / f"node{number}", *training(folder, *more), size=number + 1,
-                   options=options, enter=hosts.enter(number)) for number in range(2)]
+    return [Launch(folder / f"node{number}", *training(folder, *more), size=min(number, 1) + 1,
+                   options=options, enter=hosts.enter(min(number, 1)), **SECRET)
+            for number in range(count)]
 
 
 def undisturbed(folder: Path, *more: str) -> Path:
@@ -165,6 +186,37 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
     assert {attempt["world_size"] for attempt in inspect(a.run)["attempts"]} == {1, 3}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_stranger_at_the_endpoint_runs_no_code_and_a_node_joins_after_that(
+    tmp_path: Path,
+) -> None:
+    with two_hosts() as hosts:
+        a, b, c, wrong = nodes(hosts, tmp_path, "1:3", "--batch.micro-size=1", count=4)
+        wrong.env["TRAINER_SECRET"] = "not the one of this job"
+        with a, b, c, wrong:
+            a.start(), b.start()
+            reach(8, a, b)
+            wrong.start()
+            subprocess.run([*hosts.enter(1), sys.executable, "-c", ATTACK, hosts.addresses[0],
+                            str(PORT), str(tmp_path / "ran")], check=True, timeout=100)
+            reach(a.step() + 5, a, b)
+            c.start()
+            wait_until(lambda: a.output().count("3 nodes: "), "node 3 joins", a, b, c)
+            reach(a.step() + 5, a, b, c)
+            wait_until(lambda: "is not signed with this node's TRAINER_SECRET" in wrong.output(),
+                       "the wrong secret is noticed", wrong)
+            (tmp_path / "hurry").touch()
+            end(0, a, b, c)
+
+    assert "contains a value that is not signed" in a.output()
+    assert not (tmp_path / "ran").exists()
+    assert wrong.step() <= 0
+    for each in (a, b, c):
+        found = b"".join(path.read_bytes() for path in each.run.rglob("*") if path.is_file())
+        assert SECRET["TRAINER_SECRET"].encode() not in found + each.log.read_bytes()
+
+
 @pytest.mark.timeout(600)
 def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folder(
     tmp_path: Path,
@@ -238,7 +290,7 @@ def test_a_death_or_stop_of_one_rank_restarts_or_stops_all_nodes(tmp_path: Path)
 
 def neighbours(folder: Path, *more: str, restarts: int = 0) -> tuple[Launch, Launch]:
     """Two nodes on this machine with the same run folder."""
-    options = ["--nnodes=2", f"--max-restarts={restarts}",
+    options = ["--nnodes=2", f"--max-restarts={restarts}", "--private-network",
                f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     first, second = (Launch(folder / "run", *training(folder, *more), size=1, options=options)
                      for _ in range(2))
@@ -249,7 +301,7 @@ def neighbours(folder: Path, *more: str, restarts: int = 0) -> tuple[Launch, Lau
 def test_a_port_in_use_is_an_error_that_names_port_and_option(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        options = ["--nnodes=2", "--private-network", f"--rdzv-endpoint=127.0.0.1:{port}"]
         with Launch(tmp_path / "run", *training(tmp_path), options=options).start() as launch:
             output = launch.end(2)
 

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from launch.__main__ import main
-from launch.options import Options, parse_options
+from launch.options import SECRET, Options, parse_options, take_secret
+from trainer.errors import ConfigError
 
 
 def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
@@ -34,6 +35,8 @@ def test_ranks_as_torchrun_counts_them(text, visible, expected, monkeypatch) -> 
     (["--nnodes", "2:1"], ("--nnodes: '2:1'", "MIN:MAX")),
     (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),
     (["--nnodes=2", "--rdzv-endpoint=a:b"], ("--rdzv-endpoint", "'a:b'", "HOST:PORT")),
+    (["--nnodes=2", "--rdzv-endpoint=a:5"], ("several nodes need a secret", "a:5",
+                                             "same TRAINER_SECRET", "--private-network")),
     (["--rejoin-timeout", "0"], ("--rejoin-timeout: '0'", "from 0.001")),
     (["--max-restart", "3"], ("--max-restart is not", "--help")),
     (["tiny", "--steps", "5"], ("tiny is not", "-- tiny --steps 5")),
@@ -46,6 +49,22 @@ def test_an_error_names_flag_value_and_remedy(argv, words, capsys):
     assert error.count("\n") == 1
     for word in words:
         assert word in error
+
+
+def test_the_secret_of_a_job_is_read_once_and_may_be_left_out_on_a_private_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = parse_options(["--nnodes=2", "--rdzv-endpoint=node0"])
+    private = parse_options(["--nnodes=2", "--rdzv-endpoint=node0", "--private-network"])
+
+    assert take_secret(private) == take_secret(parse_options([])) == b""
+    for options in (several, private):
+        monkeypatch.setenv(SECRET, "a" * 32)
+        assert take_secret(options) == b"a" * 32
+        assert SECRET not in os.environ  # so that no child process finds it
+        monkeypatch.setenv(SECRET, "short")
+        with pytest.raises(ConfigError, match="has 5 characters, fewer than 16"):
+            take_secret(options)
 
 
 def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:

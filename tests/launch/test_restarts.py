@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import machine
 import pytest
-from launching import Launched
+from launching import HERE, ROOT, Launched
 from machine import AT_ONCE_S, alive, wait_gone
 
 GRACE_S = 0.3
@@ -131,3 +135,33 @@ def test_no_exit_is_mistaken_for_completion_or_overlooked(tmp_path: Path) -> Non
         assert left.startswith("launch: rank 0 exited with code 4; restart 2 ")
         assert stopped.startswith(f"launch: rank 1 exited with code 75 {early}; restart 3 ")
         assert lingered.startswith("launch: rank 0 exited with code 3; restart 4 of 4")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_thousand_attempts_leave_nothing_in_launcher_fork_server_and_on_disk(
+    tmp_path: Path,
+) -> None:
+    temporary, held = tmp_path / "temporary", tmp_path / "held.jsonl"
+    temporary.mkdir()
+    before = machine.shared_memory()
+    path = os.pathsep.join([str(HERE), str(ROOT)])
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(
+            [sys.executable, "-m", "launch", "--max-restarts=1000", "--entry=crash_loop:main", "--",
+             str(held), "1000"], cwd=ROOT, stdout=log, stderr=log, process_group=0,
+            env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}) as launcher:
+        assert launcher.wait(800) == 0, (tmp_path / "log").read_text()[-2000:]
+
+    lines = [json.loads(line) for line in held.read_text().splitlines()]
+    assert [line["attempt"] for line in lines] == list(range(1001))
+    # At the start of a rank, its predecessor's descriptors may be open for a moment.
+    early, late = lines[:100], lines[-100:]
+    for process in ("launcher", "server"):
+        for what in ("descriptors", "children", "threads"):
+            values = [[line[process][what] for line in part] for part in (early, late)]
+            assert max(values[1]) <= max(values[0]), (process, what)
+        assert late[0][process]["kib"] < early[20][process]["kib"] + (16 << 10), process
+    assert {line["server"]["children"] for line in late} == {1}  # the rank itself: no zombies
+    assert [path.name for path in temporary.iterdir()  # torch's cache
+            if not path.name.startswith("torchinductor_")] == []
+    assert machine.left_in_shared_memory(before, [launcher.pid]) == set()

@@ -47,14 +47,14 @@ class Launch:
         self._by = by
         self._command = [*enter, sys.executable, "-m", *launcher, f"--run-dir={run}",
                          "--world.threads=1", *arguments]
-        self._env = env
+        self.env = env
 
     def start(self) -> Launch:
         kept = {k: v for k, v in os.environ.items() if "SOCKET_IFNAME" not in k}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT,
-                process_group=0, env={**kept, "PYTHONPATH": PATH, **self._env})
+                process_group=0, env={**kept, "PYTHONPATH": PATH, **self.env})
         return self
 
     def __enter__(self) -> Launch:
