@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_not_empty(arguments)
             rest = arguments if command == DRY_RUN else arguments[1:]
             name = command.lstrip("-").replace("-", "_")
-            if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not encode all letters
+            if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+                # The locale may not encode all letters.
                 sys.stdout.reconfigure(errors="backslashreplace")
             with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
