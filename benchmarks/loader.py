@@ -1,11 +1,13 @@
 """How fast are batches made, and does a step wait for them, with this loader and with others?
 
-    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files]
+    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files] [--lengths]
 
-With --files the data are in files (benchmarks/loader_files.py). Otherwise all make batches of 32
-images of the bundled sample, mirrored at random and normalised. An iterator lives through all
-turns; the batches that its workers have made during other turns are read first and do not count.
-Batches are read with one thread, as in a loader's process; the CNN computes with all cores.
+With --files the data are in files (benchmarks/loader_files.py). With --lengths the small GPT learns
+a text in pieces of 5 to 200 bytes, read in a random order and by `--data.sampler like-length`: the
+share of the batches that is padding, and samples/s. Otherwise all make batches of 32 images of the
+bundled sample, mirrored at random and normalised. An iterator lives through all turns; the batches
+that its workers have made during other turns are read first and do not count. Batches are read with
+one thread, as in a loader's process; the CNN computes with all cores.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from torchvision.transforms import v2
 from benchmarks import reporting
 from benchmarks.reporting import in_turn, ratios
 from examples import bare_loop
-from trainer.config.schema import Optim
+from trainer.config.schema import Data, Optim
 from trainer.data.loader import Loader
 from trainer.data.map_dataset import KeyedSamples
-from trainer.data.order import Permutation
+from trainer.data.order import Order, Permutation, make_order
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
 from trainer.data.workers import DataReader
 from trainer.optim import optimizers
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.tasks.images import Images
+from trainer.tasks.text import Text
 from trainer.telemetry.events import Log
 
 MICRO, MICRO_BATCHES, CLIP_NORM = 32, 4, 5.0
@@ -53,13 +56,13 @@ class Contestant:
     close: Callable[[], None]
 
 
-def ours(workers: int) -> Contestant:
+def ours(workers: int, data: Any = None, order: Order | None = None) -> Contestant:
     """This trainer's loader, as a run uses it on the CPU."""
-    data = Images().dataset("train")
-    assert data is not None
+    data = Images().dataset("train") if data is None else data
+    order = order or Permutation(len(data), 0)
     plan = BatchPlan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
                      drop_last=True)
-    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=Permutation(len(data), 0),
+    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=order,
                                 position=0, total_steps=ENDLESS)
     cpu = torch.device("cpu")
     source = DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
@@ -219,6 +222,51 @@ def measure(workers: list[int], rounds: int, seconds: float, step_rounds: int, s
     return found
 
 
+def measure_lengths(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Samples per second of training steps, and the padded share, in two orders."""
+    task = Text(context=200, shortest=5)
+    data: Any = task.dataset("train")
+    entrants = {name: ours(0, data, make_order(Data(sampler=sampler), data, 0, micro_size=MICRO))
+                for name, sampler in (("in a random order", None), ("like-length", "like-length"))}
+    padded: dict[str, list[float]] = {name: [0, 0] for name in entrants}
+
+    def turn(name: str, batches: Iterator[Any]) -> Callable[[], float]:
+        torch.manual_seed(0)
+        model = task.model()
+        optimizer = optimizers.make_optimizer(Optim(), model)
+
+        def train() -> float:
+            began = time.perf_counter()
+            for _ in range(steps):
+                inputs, targets = next(batches)
+                padded[name][0] += int((targets < 0).sum())
+                padded[name][1] += targets.numel()
+                optimizer.zero_grad(set_to_none=True)
+                functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+                optimizer.step()
+            return steps * MICRO / (time.perf_counter() - began)
+
+        return train
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rates = in_turn({name: turn(name, one.batches) for name, one in entrants.items()}, rounds)
+    torch.set_num_threads(threads)
+    for one in entrants.values():
+        one.close()
+    first = rates["in a random order"]
+    return {name: {"padded": part / whole, "samples_per_s": reporting.summary(rates[name]),
+                   "over_random": reporting.interval(ratios(rates[name], first))}
+            for name, (part, whole) in padded.items()}
+
+
+def show_lengths(found: dict[str, dict[str, Any]], batches: int) -> None:
+    print(f"n = {batches} batches of {MICRO} pieces of 5 to 200 bytes each")
+    print(reporting.table(["", "padded, %", "samples/s", "over random"], [
+        [name, f"{100 * f['padded']:.1f}", reporting.spread(f["samples_per_s"]),
+         reporting.within(f["over_random"], ".2f")] for name, f in found.items()]))
+
+
 def show(found: dict[str, dict[str, Any]]) -> str:
     rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["ours_over_it"]),
              reporting.spread(f["ours_over_it_cpu"]) if f["ours_over_it_cpu"] else "–",
@@ -233,9 +281,17 @@ def main() -> None:
                         help="loader processes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and short turns")
+    parser.add_argument("--lengths", action="store_true",
+                        help="pieces of different lengths, sorted and unsorted")
     parser.add_argument("--files", action="store_true", help="JPEG files, tars and Parquet")
     options = parser.parse_args()
     machine = reporting.machine()
+    if options.lengths:
+        rounds, steps = (3, 4) if options.quick else (options.rounds, 32)
+        lengths = measure_lengths(rounds, steps)
+        show_lengths(lengths, (rounds + 1) * steps)
+        reporting.print_json("loader-lengths", machine=machine, contestants=lengths)
+        return
     workers = [int(number) for number in options.workers]
     if options.files:
         from benchmarks import loader_files

@@ -19,13 +19,14 @@ def train(run: Run) -> dict[str, object]:
     """
     config, intervals, status = run.context.config, run.setup.intervals, run.context.status
     state, loader, guard, progress = run.state, run.loader, run.guard, run.state.progress
-    last, save_requested = intervals.total, False
+    last, requests = intervals.total, frozenset[str]()
     guard.checkpoint.allocate()
     handle_bad_streak(run)
     while True:
         step = progress.step
-        validation_due = is_due(step, intervals.evaluate, last) and progress.validated < step
-        save = save_requested or is_due(step, intervals.checkpoint, last)
+        validation_due = progress.validated < step and (
+            "validate" in requests or is_due(step, intervals.evaluate, last))
+        save = "save" in requests or is_due(step, intervals.checkpoint, last)
         check_due = validation_due or save or is_due(step, intervals.verify, last)
         if check_due and not replicas_match(run):
             continue  # rolled back to an older step
@@ -53,8 +54,7 @@ def train(run: Run) -> dict[str, object]:
         if result.sums.replaced:
             check_replaced_share(progress.replaced, progress.step * config.batch.global_size)
 
-        if result.sums.requests:
-            guard.acknowledge_save(result.sums.requests)
-        save_requested = "save" in result.sums.requests
-        if "stop" in result.sums.requests:
+        if requests := result.sums.requests:
+            guard.acknowledge_save(requests)
+        if "stop" in requests:
             save_and_stop(run)

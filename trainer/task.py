@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples"
 METHOD_ARGUMENTS = {
     "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
     "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
-    "fingerprint": (), "figures": (), "first_loss": ()}
+    "fingerprint": (), "figures": (), "first_loss": (), "metrics": ()}
 """Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
 FOREIGN_METHODS = {
@@ -72,6 +73,8 @@ class Outcome:
         metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
         table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
             ignored in training.
+        predictions: arguments of `update` of each of `Task.metrics()`, such as (preds, target), or
+            a dict of name: arguments; ignored in training.
     """
 
     total: Tensor | Mapping[str, Tensor]
@@ -79,6 +82,7 @@ class Outcome:
     metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
         default_factory=dict)
     table: Tensor | None = None
+    predictions: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
 
 
 _MAPPING = (dict, Mapping)  # between the passes of a model, a check by Mapping alone takes 12 us
@@ -171,12 +175,21 @@ class Task(Protocol):
       and content of 16 keyed samples.
     - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
       weight decay.
+    - `weights(dataset)`: for each training sample, for `--data.sampler weighted`; for each data set
+      of a ConcatDataset, for `mixture`.
+    - `labels(dataset)`: for each training sample, for `--data.sampler balanced`.
+    - `lengths(dataset)`: for each training sample, for `--data.sampler like-length`.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
       forks them. It must not start threads, use a device or create tensors.
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes
       the means by name (including "loss") and the summed `Outcome.table` (float64, or None).
+    - `metrics() -> {name: torchmetrics.Metric}`, or a MetricCollection, defines metrics of an
+      evaluation that are no means, updated with `Outcome.predictions`.
     - `first_loss() -> float` is the expected loss of an untrained model (log C for C classes; 0:
       unknown); the measured initial loss is compared with it.
+    - `validation_sets` names further validation sets, `dataset("validation:NAME")`, whose metrics
+      are `val_NAME_loss` and so on. The first one also gives `val_loss` if there is no
+      `dataset("validation")`.
     - `class_names` labels the rows and columns of the table.
     - `picture(model) -> HxWx3 uint8 array` is drawn after each validation by one rank, so it must
       not call collectives.
@@ -223,6 +236,17 @@ def check_signatures(task: Any) -> None:
                               "parameters (self is the first one).") from error
 
 
+def splits_of(task: Any) -> tuple[str, ...]:
+    """The arguments of the calls of `Task.dataset`."""
+    names = getattr(task, "validation_sets", ())
+    if callable(names) or not isinstance(names, tuple | list) or not all(
+            isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) for name in names) or (
+            len({*names}) < len(names)):
+        raise ConfigError(f"--task: validation_sets is {names!r}; make it a tuple of different "
+                          "names of letters, digits and _ . -, such as ('clean', 'noisy').")
+    return (*SPLITS, *(f"validation:{name}" for name in names))
+
+
 def task_figures(task: Any) -> dict[str, Any]:
     """The functions returned by `Task.figures`, by name; empty without such a method."""
     figures = task.figures() if hasattr(task, "figures") else {}
@@ -234,6 +258,23 @@ def task_figures(task: Any) -> dict[str, Any]:
         raise ConfigError(f"--task: figures() has {taken[0]!r}, but val_{taken[0]} is reserved; "
                           "choose another name.")
     return dict(figures)
+
+
+def task_metrics(task: Any) -> dict[str, Any]:
+    """The metrics returned by `Task.metrics`, by name; empty without such a method."""
+    if not callable(getattr(task, "metrics", None)):
+        return {}
+    found = task.metrics()
+    metrics: dict[Any, Any] = dict(found.items()) if hasattr(found, "items") else {None: found}
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not all(hasattr(metric, member) for member in (
+                "update", "compute", "metric_state", "modules")):
+            raise ConfigError(f"--task: metrics() returned {found!r}; return a dict of name: "
+                              "torchmetrics.Metric, or a MetricCollection.")
+        if name in (*RESERVED_METRICS, *task_figures(task)):
+            raise ConfigError(f"--task: metrics() has {name!r}, but val_{name} is taken; choose "
+                              "another name.")
+    return metrics
 
 
 def uncalled_methods(task: Any) -> str:

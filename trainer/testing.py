@@ -26,6 +26,7 @@ from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import set_training
 from trainer.run.prepare import content
 from trainer.run.proof import (
@@ -40,11 +41,11 @@ from trainer.run.proof import (
 from trainer.run.stream_proof import prove_stream
 from trainer.step import Step
 from trainer.task import (
-    SPLITS,
     Outcome,
     check_outcome,
     check_signatures,
     first_batch,
+    splits_of,
     task_figures,
     uncalled_methods,
 )
@@ -57,7 +58,7 @@ relative to max(1, |sum|)."""
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
     """The problems of a task's samples, one sentence each."""
-    for split in SPLITS:
+    for split in splits_of(task):
         try:
             dataset, again = (dataset_of(task, split) for _ in range(2))
             if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
@@ -188,6 +189,7 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     try:
         check_signatures(task)
         task_figures(task)
+        MetricStates(task, torch.device("cpu"))
         case = _case(task, batch_size)
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
@@ -312,7 +314,7 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     saved = _copies(straight.state_dict())
     expected = case.outcome(straight, case.other, key=2)
 
-    for split in SPLITS:
+    for split in splits_of(pristine):
         dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
     take_shapes(restarted, saved)

@@ -46,9 +46,9 @@ class CheckpointRef:
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
 
-    def for_validation(self, fingerprint: str | None) -> CheckpointRef:
+    def for_validation(self, fingerprints: Mapping[str, str | None]) -> CheckpointRef:
         """See `SavedState.for_validation`."""
-        return dataclasses.replace(self, state=self.state.for_validation(fingerprint))
+        return dataclasses.replace(self, state=self.state.for_validation(fingerprints))
 
 
 def find_checkpoint(

@@ -99,10 +99,12 @@ class SavedState:
             known["record"] = FileMark(**known["record"])
         return cls(**known)
 
-    def for_validation(self, fingerprint: str | None) -> SavedState:
-        """This state on validation data with a fingerprint. If it was saved on other data, the best
-        value, the patience and those of the schedule `plateau` begin anew."""
-        if self.circumstances.get("splits", {}).get("validation", fingerprint) == fingerprint:
+    def for_validation(self, fingerprints: Mapping[str, str | None]) -> SavedState:
+        """This state on data with these fingerprints. If it was saved on other validation data, the
+        best value, the patience and those of the schedule `plateau` begin anew."""
+        then = self.circumstances.get("splits", {})
+        if all(then.get(split, now) == now for split, now in fingerprints.items()
+               if split.startswith("validation")):
             return self
         counters = {name: value for name, value in self.schedule.get("counters", {}).items()
                     if name not in ("best", "num_bad_epochs", "cooldown_counter")}

@@ -25,6 +25,8 @@ from trainer.telemetry.metrics import primary_metric, read_metrics
 FLAG = "--dry-run"
 STEPS = 3
 """Steps of a dry run without --steps."""
+BATCHES = 4
+"""Batches of its validation; the test uses all."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
                               "use 2 or more, or omit --steps.")
         config = dataclasses.replace(
             config, steps=steps, epochs=None, overfit=None,
-            eval=dataclasses.replace(config.eval, every=Duration(0), patience=0, min_delta=0.0))
+            eval=dataclasses.replace(config.eval, every=Duration(0), every_s=0.0, batches=BATCHES,
+                                     patience=0, min_delta=0.0))
         print(f"{FLAG}: {steps} steps in a temporary folder, of which nothing is kept")
         return _walk(config, Path(str(config.run)), steps)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.run.saved_run import open_saved_run
+from trainer.task import splits_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     if reader.choice.compile:
         reader.model.compile(mode=reader.choice.mode)
     step, averaged, found = reader.weights.step, bool(reader.weights.average), {}
-    for split in ("validation", "test"):
+    _, validation, test, *named = splits_of(reader.task)
+    for split in (validation, *named, test):
         evaluator = reader.evaluator(split)
         scores = None if evaluator is None else evaluator()
         if scores is not None:

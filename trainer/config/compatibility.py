@@ -91,7 +91,7 @@ def compare_settings(
             changes.append(f"{flag_of(name)} was {old!r} and is {new!r}")
     for split, old, new in _changed_data(now, then):
         must_be_accepted(DATA, f"the fingerprint of the {split} data", old, new)
-        if split == "validation" and not refused:
+        if split.startswith("validation") and not refused:
             changes[-1] += "; best weights and patience begin anew"
     _refuse(refused)
     reasons = [*before, *changes]

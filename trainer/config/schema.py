@@ -26,6 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"weight_decay": 0.01, "momentum": 0.9, "nesterov": "off"}}
 """Optimizer → the values of its own settings. Other settings of `Optim` it doesn't read."""
+SAMPLERS = ("weighted", "balanced", "like-length", "mixture")
 HINTS = ("first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
          "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
          "constant-rate")  # fmt: skip
@@ -71,8 +72,9 @@ class Data(Section, prefix="data."):
     """How a shuffled order is made. permutation: a table of 8 bytes a sample; keyed: computed at
     each place, without memory; auto: a permutation up to 2^24 samples, else keyed."""
     sampler: str | None = setting(None, "must_match")
-    """Your own order, as module:Class (called with the data set and seed=; its objects with the
-    epoch and an array of places in it; they return an array of sample indices)."""
+    """weighted, balanced (each class as often), like-length (batches of like length) or mixture (of
+    data sets with weights); or your own order, as module:Class (called with the data set and seed=;
+    its objects with the epoch and an array of places in it; they return sample indices)."""
     limit: int | None = setting(None, "must_match", ">= 1")
     """Train on the first samples of the training data only, this many; for small runs."""
     stream_resume: Literal["auto", "state", "read-through"] = setting("auto", "may_change")
@@ -81,6 +83,11 @@ class Data(Section, prefix="data."):
     (not exact). read-through: read the samples of the epoch up to the place once more."""
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.sampler is None or ":" in self.sampler or self.sampler in SAMPLERS,
+                   "sampler", f"use {', '.join(SAMPLERS)}, or your own as module:Class.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +251,13 @@ class Eval(Section, prefix="eval."):
 
     every: Duration = setting(Duration(1, "epochs"), "may_change")
     """Validation interval; the last step is always validated."""
+    every_s: float = setting(0.0, "may_change", ">= 0")
+    """Also validate when this many seconds have passed since the last validation; 0 is off."""
     batch_size: int | Literal["auto"] = setting("auto", "may_change", ">= 1")
     """Samples in one forward; auto: twice the micro-batch. Changes the last bits of metrics."""
+    batches: int = setting(0, "may_change", ">= 0")
+    """Validate this many batches only, evenly spaced in the validation set (of a stream the first);
+    0: all. The test always uses all."""
     best: str = setting("auto", "may_change")
     """The metric that selects the best weights, NAME:max or NAME:min (val_loss:min); auto:
     val_accuracy:max if the task reports accuracy, else val_loss:min."""
@@ -258,6 +270,9 @@ class Eval(Section, prefix="eval."):
         super().__post_init__()
         self.check(self.best == "auto" or self.best.endswith((":max", ":min")), "best",
                    "write NAME:max or NAME:min, such as val_loss:min.")
+        self.check(not self.every_s or not self.patience, "every_s",
+                   "the end of the run would depend on the time with --eval.patience "
+                   f"{self.patience}; use --eval.every.")
         self.check(not self.min_delta or self.patience > 0, "min_delta",
                    "only early stopping uses it; add --eval.patience.")
 

@@ -30,7 +30,7 @@ from trainer.data.sample_errors import (
     summarize_exception,
     this_worker,
 )
-from trainer.data.sampler import MicroBatchSpec
+from trainer.data.sampler import Draw, MicroBatchSpec
 from trainer.resilience.diagnosis import is_shortage
 
 TRIES = 10
@@ -184,7 +184,7 @@ class KeyedSamples(Dataset[MicroBatch]):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
                 wanted = SampleIndices(wanted, epoch, lambda: rng.mix_array(
-                    rng.mix(self._seed, rng.SAMPLE, epoch), np.array(indices)))
+                    rng.mix(self._seed, rng.SAMPLE, epoch), np.array([*map(_key_of, indices)])))
             read = self._inner.__getitems__(wanted)
             if isinstance(read, list) and len(read) != len(indices):
                 raise ValueError(f"__getitems__ was called with {len(indices)} indices and "
@@ -206,7 +206,7 @@ class KeyedSamples(Dataset[MicroBatch]):
 
     def _place(self, index: int) -> Any:
         """Map an index through the subsets to the index in the data set that is read."""
-        place: Any = index
+        place: Any = int(index)
         for indices in self._maps:
             place = indices[place]
         return place.item() if isinstance(place, torch.Tensor | np.generic) else place
@@ -214,9 +214,10 @@ class KeyedSamples(Dataset[MicroBatch]):
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
             self._generators = rng.find_generators(self._dataset, self._collate)
-        rng.seed_all(self._seed, rng.SAMPLE, epoch, index, devices=False)
+        keys = self._seed, rng.SAMPLE, epoch, _key_of(index)
+        rng.seed_all(*keys, devices=False)
         if self._generators:
-            rng.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
+            rng.key(self._generators, *keys)
 
     def _named(
         self, indices: tuple[int, ...], epoch: int, doing: str = "reading"
@@ -230,6 +231,11 @@ class KeyedSamples(Dataset[MicroBatch]):
             return f"{doing} {which} of epoch {epoch}"
 
         return as_sample_error(what)
+
+
+def _key_of(index: int) -> int:
+    """What the random draws of a sample are keyed by."""
+    return index.place if isinstance(index, Draw) else index
 
 
 _EPOCHS: dict[int, int] = {}

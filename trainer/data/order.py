@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ Order = Callable[[int, np.ndarray], np.ndarray]
 LONGEST_TABLE = 1 << 24
 """Number of samples up to which `auto` is a permutation in a table: 128 MiB, 1.2 s an epoch."""
 ROUNDS = 6
+SHIPPED = {name: f"trainer.data.shipped_orders:{kind}" for name, kind in (
+    ("weighted", "Weighted"), ("balanced", "Balanced"), ("like-length", "LikeLength"),
+    ("mixture", "Mixture"))}
+"""Values of `--data.sampler` → the import path."""
 
 
 def sequential(epoch: int, places: np.ndarray) -> np.ndarray:
@@ -74,11 +79,16 @@ class KeyedPermutation:
 
 
 class UserOrder:
-    """`--data.sampler`: an object of the user, called with (epoch, places)."""
+    """`--data.sampler`: an object of the user or a shipped one, called with (epoch, places)."""
 
-    def __init__(self, path: str, dataset: Any, seed: int) -> None:
-        self._path, self._samples = path, len(dataset)
-        self._order = load_object(path, "--data.sampler")(dataset, seed=seed)
+    def __init__(self, path: str, dataset: Any, given: dict[str, Any]) -> None:
+        self.path, self._samples = path, len(dataset)
+        make = load_object(SHIPPED.get(path, path), "--data.sampler")
+        self._order = make(dataset, **_accepted(make, given))
+        self.repeats = bool(getattr(self._order, "repeats", False))
+        """Whether a sample may occur several times in an epoch, with other random draws."""
+        self.facts = str(getattr(self._order, "fingerprint", str)())
+        """What the order depends on besides the data, such as weights; empty: nothing."""
 
     def __len__(self) -> int:
         """Number of places in an epoch."""
@@ -89,13 +99,22 @@ class UserOrder:
         if found.shape != places.shape or not np.issubdtype(found.dtype, np.integer) or not (
                 found.min() >= 0 and found.max() < self._samples):
             raise ConfigError(
-                f"--data.sampler {self._path}: for {len(places)} places it returned "
+                f"--data.sampler {self.path}: for {len(places)} places it returned "
                 f"{found.dtype} of shape {found.shape}; return one sample index from 0 to "
                 f"{self._samples - 1} for each place.")
         return found.astype(np.int64)
 
 
-def make_order(config: Data, dataset: Any, seed: int) -> Order:
+def _accepted(make: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that a class takes."""
+    taken = inspect.signature(make).parameters
+    return given if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else {
+        name: value for name, value in given.items() if name in taken}
+
+
+def make_order(
+    config: Data, dataset: Any, seed: int, *, task: Any = None, micro_size: int = 1
+) -> Order:
     """The order in which a run reads its training data; a stream has its own."""
     if isinstance(dataset, IterableDataset):
         for name, value in (("order", config.order), ("sampler", config.sampler)):
@@ -105,7 +124,8 @@ def make_order(config: Data, dataset: Any, seed: int) -> Order:
     if config.sampler is not None:
         config.check(config.shuffle == "on" and config.order == "auto", "sampler",
                      "it makes the order: remove --data.order and --data.shuffle.", config.sampler)
-        return UserOrder(config.sampler, dataset, seed)
+        return UserOrder(config.sampler, dataset,
+                         {"seed": seed, "task": task, "micro_size": micro_size})
     samples = 0 if dataset is None else len(dataset)
     if config.shuffle == "off":
         return sequential
@@ -114,7 +134,14 @@ def make_order(config: Data, dataset: Any, seed: int) -> Order:
     return Permutation(samples, seed)
 
 
+def order_facts(order: Order) -> str:
+    """What identifies the values on which an order depends besides the data; empty: none."""
+    return order.facts if isinstance(order, UserOrder) else ""
+
+
 def order_name(order: Order) -> str:
     """A few words about an order, for people."""
-    return {KeyedPermutation: "keyed permutation", Permutation: "permutation",
-            UserOrder: "--data.sampler"}.get(type(order), "in order")
+    if isinstance(order, UserOrder):
+        return f"--data.sampler {order.path}"
+    return {KeyedPermutation: "keyed permutation", Permutation: "permutation"}.get(
+        type(order), "in order")

@@ -86,6 +86,20 @@ class BatchPlan:
         return -(-(end - first) // self.micro_size)
 
 
+class Draw(int):
+    """The index of a sample that may occur several times in an epoch: its random draws are keyed by
+    its place in the epoch, so that two copies of it are augmented differently."""
+
+    def __new__(cls, index: int, place: int) -> Draw:
+        return super().__new__(cls, index)
+
+    def __init__(self, index: int, place: int) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[type[Draw], tuple[int, int]]:
+        return Draw, (int(self), self.place)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatchSpec:
     """The sample indices of a micro-batch, and its position in the run."""
@@ -142,5 +156,7 @@ class MicroBatchSampler:
         found, at = self.order(waiting[0][0].epoch, places).tolist(), 0
         for spec, own in waiting:
             indices, at = tuple(found[at : at + len(own)]), at + len(own)
+            if getattr(self.order, "repeats", False):
+                indices = tuple(map(Draw, indices, own))
             used, stand_in = (indices, ()) if spec.number >= 0 else ((), indices)
             yield dataclasses.replace(spec, indices=used, stand_in=stand_in)

@@ -278,15 +278,17 @@ class LaneReader(IterableDataset[WindowPart]):
 
 
 class StreamBatches(IterableDataset[MicroBatch]):
-    """Yields one rank's share of a stream's batches: batch n belongs to rank n mod W.
+    """Yields a rank's share of the first `limit` (0: all) batches of a stream: batch n belongs to
+    rank n mod W.
 
     Each rank reads the whole stream. All yield as many batches, some of them a stand-in at the end.
     """
 
     def __init__(
         self, dataset: Any, *, batch_size: int, seed: int, collate: Collate, rank: int,
-        num_ranks: int,
+        num_ranks: int, limit: int = 0,
     ) -> None:  # fmt: skip
+        self._limit = limit
         self._spec = StreamSpec(dataset=dataset, lanes=1, micro_size=batch_size, seed=seed,
                                 collate=collate, whole=True)
         self._rank, self._num_ranks = rank, num_ranks
@@ -298,7 +300,7 @@ class StreamBatches(IterableDataset[MicroBatch]):
         begin_epoch(self._spec.dataset, 0, seed=self._spec.seed)
         iterator = LaneIterator(self._spec, number=0, epoch=0)
         number, first = 0, list[tuple[int, Any]]()
-        while taken := iterator.take():
+        while (not self._limit or number < self._limit) and (taken := iterator.take()):
             first = first or taken
             if number % self._num_ranks == self._rank:
                 yield self._batch(number, taken, counts=True)

@@ -40,10 +40,10 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
 
 CAPACITY = 64  # of the values that one gradient all-reduce carries besides the gradients
 
-REQUESTS = ("stop", "save", "fail", "saved", "recorded", "buffers")
+REQUESTS = ("stop", "save", "fail", "saved", "recorded", "validate", "buffers")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
-the last save is complete; metrics.jsonl has all lines of the steps before durably; agree on the
-buffers that change. The last one is the objective's, the others are passed to its forward."""
+the last save is complete; metrics.jsonl has all lines of the steps before durably; validate; agree
+on the buffers that change. The last is the objective's, the others are passed to its forward."""
 
 Vector = Tensor | list[float]
 

@@ -217,7 +217,7 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)
-        found = found.for_validation(run.setup.fingerprints["validation"])
+        found = found.for_validation(run.setup.fingerprints)
         bad, excluded = list(progress.bad), [*progress.excluded_steps, *exclude]
         reopen(run, found)
         checkpoint.go_back(found)

@@ -48,9 +48,9 @@ from trainer.run import circumstances, mirroring, run_dir, startup_checks
 from trainer.run.carry_over import carry_over
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import Evaluator
-from trainer.run.guard import Guard
+from trainer.run.guard import Clock, Guard
 from trainer.run.pictures import Pictures
-from trainer.run.prepare import Setup, prepare
+from trainer.run.prepare import Setup, prepare, validation_splits
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
@@ -86,15 +86,18 @@ def build(
     marks.mark(Phase.START, resumption.position)
     loader = Loader(open_source(context, setup, trainable.state, resumption.found),
                     device=world.device, marks=marks, log=log, at_once=not setup.workers)
-    validation, test = (_make_evaluator(context, setup, trainable, split)
-                        for split in ("validation", "test"))
+    validations = {split: _make_evaluator(context, setup, trainable, split)
+                   for split in validation_splits(setup.data)}
+    test = (None if setup.data["test"] is None else
+            _make_evaluator(context, setup, trainable, "test"))
     recorders = _open_recorders(context, setup, folder, resumption)
     guard = Guard(context=context, intervals=setup.intervals, lock=folder.lock,
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
-                  timing=recorders.timing, mirror=folder.mirror)
+                  timing=recorders.timing, mirror=folder.mirror,
+                  validation_clock=Clock(config.eval.every_s if validations else 0.0))
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
-                    trainable=trainable, loader=loader, validation=validation, test=test,
+                    trainable=trainable, loader=loader, validations=validations, test=test,
                     recorders=recorders, guard=guard)
 
 
@@ -128,12 +131,14 @@ def _find_resumption(
     found = _find_checkpoint(context, folder)
     if found is None:
         doubts = startup_checks.check_stream(setup, world, context.log, config)
+        if config.eval.every_s:
+            doubts = [*doubts, "--eval.every-s: when it validates depends on the time"]
         report, more = _initialize(context, setup)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
             decision=compatibility.ResumeDecision(reasons=(*doubts, *more)),
             circumstances=circumstances.find(context, setup))
-    found = found.for_validation(setup.fingerprints["validation"])
+    found = found.for_validation(setup.fingerprints)
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
@@ -317,10 +322,8 @@ def _arm(
 
 def _make_evaluator(
     context: Context, setup: Setup, trainable: Trainable, split: str
-) -> Evaluator | None:
+) -> Evaluator:
     """The evaluator of a split, of the averaged weights if there are some."""
-    if setup.data[split] is None:
-        return None
     state, stop = trainable.state, context.stop
     return Evaluator(
         task=setup.task, dataset=setup.data[split], model=setup.model, config=context.config,
@@ -328,7 +331,8 @@ def _make_evaluator(
         weights=state.evaluation_weights,
         step=lambda: state.progress.step,
         epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
-        stopped=lambda: stop.requested, warn_once=context.log.warn_once)
+        stopped=lambda: stop.requested, warn_once=context.log.warn_once,
+        limit=0 if split == "test" else context.config.eval.batches)
 
 
 def _open_recorders(

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 from trainer.run.prepare import Setup, make_intervals
 
 ORDER = ("seed", "data.shuffle", "data.order", "data.sampler")
-"""Settings on which the order of the samples depends."""
+"""Settings on which the order of the samples depends; with a sampler also the micro-batches."""
 WINDOWS = ("batch.global_size", "data.drop_last")
 """Settings that divide an epoch into global batches."""
 
@@ -37,7 +37,8 @@ def carry_over(
     origin = before.origin if same else before.place_after(found.state.progress.step)
     plan = replace(setup.plan, origin=origin)
     setup = replace(setup, plan=plan, intervals=make_intervals(config, plan))
-    other_order = other_data or any(now[name] != then[name] for name in ORDER)
+    order = (*ORDER, *("batch.micro_size",) * (config.data.sampler is not None))
+    other_order = other_data or any(now[name] != then[name] for name in order)
     if not other_order and all(now[name] == then[name] for name in WINDOWS):
         return setup, ""
     place = plan.place_after(found.state.progress.step)

@@ -27,7 +27,6 @@ from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
 from trainer.storage.files import read_file
-from trainer.task import SPLITS
 
 _OWN = Path(trainer.__file__).parent
 _FOLDERS = tuple(f"{folder}/" for folder in (
@@ -47,7 +46,7 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
     return {
         "task": command_line.task_path(context.config.task),
         "data": setup.fingerprints["train"],
-        "splits": {split: setup.fingerprints[split] for split in SPLITS[1:]},
+        "splits": {split: found for split, found in setup.fingerprints.items() if split != "train"},
         "world_size": world.size, "threads": world.threads,
         "device": device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),
         **library_versions(),

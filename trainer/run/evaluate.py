@@ -29,6 +29,7 @@ from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import EVALUATION_REMEDY, loader_workers
 from trainer.task import Outcome, check_outcome, task_figures
@@ -107,6 +108,8 @@ class Evaluator:
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank is asked to stop; called before each batch."""
     warn_once: Callable[[str], None] = lambda text: None
+    limit: int = 0
+    """Number of batches to evaluate, evenly spaced, or the first of a stream; 0: all."""
 
     def __post_init__(self) -> None:
         size = self.config.eval.batch_size
@@ -116,6 +119,7 @@ class Evaluator:
         self._workers = loader_workers(self.config, self.dataset, self.world)
         self._collate = getattr(self.task, "collate", batches.collate)
         self.figures = task_figures(self.task)
+        self.states = MetricStates(self.task, self.world.device)
         self._has_warned = False
 
     def __call__(self) -> Scores | None:
@@ -141,19 +145,27 @@ class Evaluator:
             self.world.all_sum(table)
         means = {n: s / c if c else float("nan")
                  for n, (s, c) in zip(["loss", *names], _pairs(rows), strict=True)}
+        if twice := means.keys() & (found := self.states.compute(self.world)).keys():
+            raise ConfigError(f"--task: {min(twice)!r} is both in metrics() and a metric of the "
+                              "loss; choose another name for one of them.")
+        means |= found
         means |= {n: float(figure(means, table)) for n, figure in self.figures.items()}
         return Scores(loss=means.pop("loss"), metrics=means, table=table,
                       samples=round(float(rows[:, -1].sum())))
 
     def _sums(self) -> _Sums | None:
         """Evaluate this rank's batches; None if it was asked to stop."""
-        mine = list(block(self._count, self.world.rank, self.world.size))
+        count = min(self._count, self.limit or self._count)
+        # Of all data, the number of a batch is its place.
+        mine = [place * self._count // count
+                for place in block(count, self.world.rank, self.world.size)]
         # Each rank computes equally many, for collectives of the task: -1 is a stand-in.
-        mine += [-1] * (micro_batches_per_rank(self._count, self.world.size) - len(mine))
+        mine += [-1] * (micro_batches_per_rank(count, self.world.size) - len(mine))
+        self.states.begin()
         sums, buffers = _Sums(device=self.world.device), Buffers(self.model)
         loss, seed = self.task.loss, self.config.seed
         own = rng.find_generators(*self.model.modules(), loss)
-        for micro in self.batches(mine):
+        for micro in self.batches(mine, self.limit):
             if self.stopped():
                 return None
             number = micro.spec.number
@@ -164,6 +176,7 @@ class Evaluator:
             # evaluates in another order.
             with buffers.preserved(), torch.no_grad(), self.autocast():
                 outcome = loss(self.model, to_device(micro.batch, self.world.device))
+                self.states.add(number if micro.samples else -1, outcome.predictions)
             sums.add(micro, outcome)
         if not self._has_warned and (moved := buffers.moved()):
             self._has_warned = True
@@ -176,13 +189,14 @@ class Evaluator:
         """Yield all batches of the data set, in order."""
         return self.batches(range(self._count))
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[MicroBatch]:
-        """Yield the batches with these numbers (-1: a stand-in); for a stream, this rank's share.
-        """
+    def batches(self, numbers: Sequence[int], limit: int = 0) -> Iterator[MicroBatch]:
+        """Yield the batches with these numbers (-1: a stand-in); for a stream, this rank's share of
+        the first `limit` ones (0: all)."""
         seed, rank, device = self.config.seed, self.world.rank, self.world.device
         if self._is_stream:
             share = StreamBatches(self.dataset, batch_size=self._batch_size, seed=seed,
-                                  collate=self._collate, rank=rank, num_ranks=self.world.size)
+                                  collate=self._collate, rank=rank, num_ranks=self.world.size,
+                                  limit=limit)
             # At most one worker: each would read the whole stream.
             yield from DataReader(share, workers=min(1, self._workers), prefetch=2, device=device)
             return

@@ -29,6 +29,21 @@ from trainer.telemetry.status import Phase, Rescue, decide_rescue
 from trainer.telemetry.step_timing import StepTiming
 
 
+class Clock:
+    """Measures whether `every_s` seconds (0: never due) have passed since the last start."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self.restart()
+
+    def restart(self) -> None:
+        self._started_s = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        return 0 < self._every_s <= time.monotonic() - self._started_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guard:
     """Guards a run, from its warm-up on."""
@@ -43,6 +58,7 @@ class Guard:
     loader: Loader
     metrics: Metrics
     timing: StepTiming
+    validation_clock: Clock
     mirror: MirrorUploads | None = None
 
     @property
@@ -66,7 +82,8 @@ class Guard:
         saved = checkpoint.has_unreported_save and self.metrics.flush()
         recorded = world.is_main and self.metrics.sync_if_long()
         stop = self.context.stop.requested
-        return stop, checkpoint.overdue, checkpoint.fatal is not None, saved, recorded
+        validate = world.is_main and self.validation_clock.is_due
+        return stop, checkpoint.overdue, checkpoint.fatal is not None, saved, recorded, validate
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's reports on the last save and metrics.jsonl; may raise SaveFailed."""

@@ -20,7 +20,7 @@ from trainer.config.schema import Config
 from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
-from trainer.data.order import Order, UserOrder, make_order, order_name
+from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
@@ -28,9 +28,10 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
-from trainer.task import SPLITS, check_signatures, load_object, task_figures
+from trainer.task import check_signatures, load_object, splits_of, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -110,13 +111,15 @@ def prepare(config: Config[Any], world: World) -> Setup:
     task = bind_seed(config.task, config.seed)
     check_signatures(task)
     task_figures(task)  # raises if they can't be used
-    splits = SPLITS if config.overfit is None else ("train",)
-    data = {split: make_data(task, config, split) if split in splits else None for split in SPLITS}
+    MetricStates(task, world.device)
+    data = {split: make_data(task, config, split)
+            if config.overfit is None or split == "train" else None for split in splits_of(task)}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
                           "ends when it raises; skip bad samples in its __iter__ or lane().")
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
-    order = make_order(config.data, data["train"], config.seed)
+    order = make_order(config.data, data["train"], config.seed, task=task,
+                       micro_size=config.batch.micro_size)
     plan, intervals = _plan(config, data, world, order)
     model, choice = make_model(task, config, world.device)
     if chooses_threads and _is_small(model, config.batch.micro_size):
@@ -130,11 +133,12 @@ def prepare(config: Config[Any], world: World) -> Setup:
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
                               replan=config.schedule.replan == "on")
     schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
-    if schedule.metric and data["validation"] is None:
-        raise ConfigError("--schedule.name plateau: the task has no validation data.")
+    if schedule.metric:
+        _check_plateau(config, data)
     workers = loader_workers(config, data["train"], world)
     fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
-                    for split in SPLITS}
+                    for split in data}
+    fingerprints["train"] = ", ".join(filter(None, (fingerprints["train"], order_facts(order))))
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
@@ -157,6 +161,14 @@ def prepare(config: Config[Any], world: World) -> Setup:
                  card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
 
 
+def _check_plateau(config: Config[Any], data: Mapping[str, Any]) -> None:
+    if not validation_splits(data):
+        raise ConfigError("--schedule.name plateau: the task has no validation data.")
+    if config.eval.every_s:
+        raise ConfigError(f"--eval.every-s {config.eval.every_s}: the rates of --schedule.name "
+                          "plateau would depend on the time; use --eval.every.")
+
+
 def _synchronise_batch_norms(
     model: nn.Module, config: Config[Any], world: World
 ) -> tuple[nn.Module, int]:
@@ -175,6 +187,12 @@ def _describe(model: nn.Module) -> dict[str, Any]:
             "frozen_weights": sum(size for size, is_trained in sizes if not is_trained),
             "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
                                for m in model.modules())}
+
+
+def validation_splits(data: Mapping[str, Any]) -> list[str]:
+    """The validation sets of the run: the main one, whose metrics are `val_NAME`, first."""
+    return [split for split, dataset in data.items()
+            if split.partition(":")[0] == "validation" and dataset is not None]
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
@@ -260,7 +278,7 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
     if config.steps is None:
         raise ConfigError(f"--steps: {what}, so set the number of steps with --steps N.")
     for name, value, _ in config.leaves():
-        unused = name == "eval.every" and data["validation"] is None
+        unused = name == "eval.every" and not validation_splits(data)
         if isinstance(value, Duration) and value.unit == "epochs" and not unused:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "

@@ -70,7 +70,8 @@ class BuiltRun:
     resumption: Resumption
     trainable: Trainable
     loader: Loader
-    validation: Evaluator | None
+    validations: dict[str, Evaluator]
+    """Split → the evaluator of a validation set; the main one is the first."""
     test: Evaluator | None
     recorders: Recorders
     guard: Guard

@@ -68,7 +68,8 @@ class SavedRun:
         return Evaluator(
             task=self.task, dataset=dataset, model=self.model, config=self.config,
             world=self.world, autocast=precision.autocast(self.choice, self.world.device),
-            marks=ProgressMarks(), step=lambda: self.weights.step)
+            marks=ProgressMarks(), step=lambda: self.weights.step,
+            limit=self.config.eval.batches if split.startswith("validation") else 0)
 
     def fresh_model(self) -> nn.Module:
         """Construct another model, with its initial weights."""

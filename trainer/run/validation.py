@@ -15,18 +15,21 @@ from trainer.telemetry.status import Phase
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
     config, status, state = run.context.config, run.context.status, run.state
-    if run.validation is None:
+    if not run.validations:
         return
     status.enter(Phase.EVALUATE)
     with run.context.world.long_timeout():
-        scores = run.validation()
-    if scores is None:
-        save_and_stop(run)  # a resumed run starts with this validation
+        scores = {}
+        for split, evaluator in run.validations.items():
+            if (found := evaluator()) is None:
+                save_and_stop(run)  # a resumed run starts with this validation
+            scores[split] = found
     status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = state.progress.step
     line = validation_line(step, scores, state.meter.take_mean())
     run.folder.metrics.validation(line)
     state.progress.complete_validation()
+    run.guard.validation_clock.restart()
     state.schedule.validated(line)
     if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
         run.guard.checkpoint.save("best")

@@ -42,6 +42,26 @@ from trainer.telemetry.status import Phase
 NO_CHECKS = "(--start-checks off trains without this check.)"
 
 
+def _validation_metrics(built: BuiltRun) -> list[str]:
+    """Names of the metrics of a validation, before the first one."""
+    names = ["loss", *(built.trainable.compute.objective.accumulator.names or ())]
+    sets = [split.partition(":")[2] for split in built.validations]
+    prefixes = ["val_", *(f"val_{name}_" for name in sets if name)]
+    objects = [name for evaluator in [*built.validations.values()][:1]
+               for name in evaluator.states.metrics]
+    for evaluator in [*built.validations.values()][:1]:
+        names += [*evaluator.figures, *objects]
+    found = [prefix + name for prefix in prefixes for name in (*names, "samples")]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise ConfigError(f"--task: two metrics of a validation are named {twice[0]}; rename the "
+                          "metric, or the set in validation_sets.")
+    # A metric may have several values, whose names are known once it is computed.
+    chosen = (built.context.config.eval.best.rpartition(":")[0], built.state.schedule.metric)
+    parts = [name for name in chosen if name and name.startswith(
+        tuple(f"{prefix}{own}_" for prefix in prefixes for own in objects))]
+    return [name for name in found if not name.endswith("samples")] + parts
+
+
 def start(built: BuiltRun) -> Run:
     """Collective. Warm up, then restore the checkpoint from which the run continues."""
     context, setup, trainable = built.context, built.setup, built.trainable
@@ -53,9 +73,7 @@ def start(built: BuiltRun) -> Run:
             facts = warm_up(built)
         if not facts.moves_parameters:
             trainable.boundary.note_constant_parameters()
-        names = [*(trainable.compute.objective.accumulator.names or ()),
-                 *(built.validation.figures if built.validation is not None else ())]
-        metrics = ["val_loss", *(f"val_{name}" for name in names)]
+        metrics = _validation_metrics(built)
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
         state.schedule.check_metric(metrics)
     if found is not None:
@@ -141,7 +159,11 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
         with buffers.preserved(), torch.no_grad():
-            return objective.loss(model, batches.copy_of(batch))
+            outcome = objective.loss(model, batches.copy_of(batch))
+        for evaluator in built.validations.values():
+            for name in evaluator.states.metrics:
+                evaluator.states.arguments(name, outcome.predictions)
+        return outcome
 
     halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
     if any(world.gather_json(halves is None)) or halves is None:  # the loss may communicate
@@ -152,7 +174,7 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
             problems = proof.unequal_sums(compute, micro.batch, halves,
                                           tolerance=max(1e-3, 8 * eps))
         except Exception as error:
-            if built.validation is not None:
+            if built.validations:
                 raise
             problems = []
             context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "

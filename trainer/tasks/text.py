@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.nodes import BaseNode
 
+from trainer import rng
 from trainer.config.fields import Section, setting
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
@@ -45,13 +46,40 @@ class Pieces(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A complete batch of inputs and targets, NxT each."""
-        inputs = np.zeros((len(indices), self.context), dtype=np.int64)
-        targets = np.full((len(indices), self.context), NOT_COUNTED, dtype=np.int64)
-        for row, index in enumerate(indices):
-            piece = self.data[index * self.context : (index + 1) * self.context + 1]
+        return self._batch([(i * self.context, (i + 1) * self.context) for i in indices],
+                           self.context)
+
+    def _batch(self, bounds: Sequence[tuple[int, int]], width: int) -> tuple[Tensor, Tensor]:
+        """The bytes from `begin` to `end` of each row, padded to the width."""
+        inputs = np.zeros((len(bounds), width), dtype=np.int64)
+        targets = np.full((len(bounds), width), NOT_COUNTED, dtype=np.int64)
+        for row, (begin, end) in enumerate(bounds):
+            piece = self.data[begin : end + 1]
             inputs[row, : len(piece) - 1] = piece[:-1]
             targets[row, : len(piece) - 1] = piece[1:]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+class UnequalPieces(Pieces):
+    """Pieces of keyed lengths from `shortest` to `context`, padded to the longest in the batch."""
+
+    def __init__(self, data: np.ndarray, context: int, shortest: int) -> None:
+        super().__init__(data, context)
+        last = len(data) - 1
+        lengths = shortest + (rng.mix_array(context, np.arange(-(-last // shortest)))
+                              % np.uint64(context - shortest + 1)).astype(np.int64)
+        ends = np.cumsum(lengths)
+        self._ends = np.minimum(ends[: np.searchsorted(ends, last) + 1], last)
+        self.lengths = np.diff(self._ends, prepend=0)
+        """Length of each piece, for `--data.sampler like-length`."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        ends, lengths = self._ends[list(indices)], self.lengths[list(indices)]
+        bounds = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+        return self._batch([*bounds], int(lengths.max()))
 
 
 class PieceStream(IterableDataset):
@@ -101,6 +129,8 @@ class Text(Section, prefix="task."):
     """Read the text in order, as a stream in lanes, instead of in shuffled pieces."""
     context: int = setting(64, "must_match", ">= 1")
     """Context length in bytes."""
+    shortest: int | None = setting(None, "must_match", ">= 1")
+    """Cut pieces of different lengths, from this one to the context; by default all are as long."""
     layers: int = setting(2, "must_match", ">= 1")
     """Number of transformer blocks."""
     heads: int = setting(4, "must_match", ">= 1")
@@ -116,6 +146,10 @@ class Text(Section, prefix="task."):
         super().__post_init__()
         self.check(self.width % self.heads == 0, "width",
                    f"use a multiple of --task.heads {self.heads}.")
+        self.check(self.shortest is None or self.shortest <= self.context, "shortest",
+                   f"use at most --task.context {self.context}.")
+        self.check(self.shortest is None or not self.stream, "shortest",
+                   "the pieces of a stream have one length; remove --task.stream.")
 
     @property
     def source(self) -> str:
@@ -138,7 +172,8 @@ class Text(Section, prefix="task."):
         if len(part) < 2:
             raise ConfigError(f"task.file {self.source}: {len(text)} bytes are too few for "
                               "training and validation; use a longer text.")
-        pieces = Pieces(part, self.context)
+        pieces = (Pieces(part, self.context) if self.shortest is None else
+                  UnequalPieces(part, self.context, self.shortest))
         return PieceStream(pieces) if self.stream and split == "train" else pieces
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:

@@ -99,15 +99,25 @@ def step_line(result: StepResult) -> dict[str, Any]:
     return line
 
 
-def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:
-    """The line of a validation, with the table of the task if it is not too large."""
-    line: dict[str, Any] = {
-        "step": step, "train_loss": _number(train_loss), "val_loss": _number(scores.loss),
-        **{f"val_{name}": _number(value) for name, value in scores.metrics.items()},
-        "val_samples": scores.samples,
-    }  # fmt: skip
-    if scores.table is not None and scores.table.numel() <= LARGEST_TABLE:
-        line["val_table"] = scores.table.long().tolist()
+def validation_line(
+    step: int, scores: Mapping[str, Scores], train_loss: float | None
+) -> dict[str, Any]:
+    """The line of a validation, with the table of the task if it is not too large.
+
+    Args:
+        scores: those of each split. The first one is the main set; of the others, named
+            "validation:NAME", the keys begin with val_NAME_.
+    """
+    main = next(iter(scores.values()))
+    line: dict[str, Any] = {"step": step, "train_loss": _number(train_loss)}
+    for prefix, found in (("val_", main), *(
+            (f"val_{split.partition(':')[2]}_", found) for split, found in scores.items()
+            if ":" in split)):
+        line |= {prefix + "loss": _number(found.loss),
+                 **{prefix + name: _number(value) for name, value in found.metrics.items()},
+                 prefix + "samples": found.samples}
+    if main.table is not None and main.table.numel() <= LARGEST_TABLE:
+        line["val_table"] = main.table.long().tolist()
     return line
 
 

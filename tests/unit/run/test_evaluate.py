@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from trainer.config.schema import Batch, Config
 from trainer.distributed.world import LaunchInfo, World
@@ -47,6 +49,27 @@ def evaluator(
         model=model or nn.Linear(1, 1), config=Config(task=task, batch=Batch(micro_size=1)),
         world=world, autocast=contextlib.nullcontext, step=lambda: 9,
         **{"marks": ProgressMarks(), **more})
+
+
+class Counting(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([torch.full((1,), float(n)) for n in range(4)])
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 4), (1, 2), (2, 4), (9, 4)])
+@pytest.mark.parametrize("dataset", [[torch.full((1,), float(n)) for n in range(4)], Counting()])
+def test_a_limit_counts_batches(limit, kept, dataset):
+    assert dataclasses.replace(evaluator(), dataset=dataset, limit=limit)().samples == kept
+
+
+def test_limited_batches_are_from_all_of_the_data():
+    evaluate = dataclasses.replace(
+        evaluator(), dataset=[torch.tensor([float(n)]) for n in range(41)], limit=4)
+    read, batches = [], evaluate.batches
+    evaluate.batches = lambda numbers, limit: batches(read.extend(numbers) or numbers, limit)
+
+    assert evaluate().samples == 8
+    assert read == [0, 5, 10, 15]
 
 
 def by_content(model: nn.Module, batch: Any) -> Outcome:

@@ -64,11 +64,11 @@ def test_the_table_is_in_the_record_and_not_among_the_scalars():
     small, large = (Scores(loss=1.0, metrics={"f1": 0.5}, samples=1, table=torch.ones(n, n))
                     for n in (2, side))
 
-    line = validation_line(5, small, 0.5)
+    line = validation_line(5, {"validation": small}, 0.5)
 
     assert line["val_table"] == [[1, 1], [1, 1]]
     assert all(isinstance(value, float) for value in validation_scalars(line).values())
-    assert "val_table" not in validation_line(5, large, 0.5)
+    assert "val_table" not in validation_line(5, {"validation": large}, 0.5)
 
 
 def test_classes_are_named_where_the_task_names_them():
