@@ -45,7 +45,7 @@ def train(run: Run) -> dict[str, object]:
             loader.next_epoch()
             continue
         status.complete_step(progress.step)
-        if not result.skipped:
+        if not (result.skipped or result.turn):  # a mean over turns has no meaning
             state.meter.add(result.sums.loss, result.sums.count)
         run.recorders.step(result, waited_s=loader.waited_s,
                            blocked_s=guard.checkpoint.blocked_s)

@@ -29,7 +29,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 # A number for each purpose, so that keys of different purposes never collide.
-MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
+MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE, EPOCH = range(1, 11)
 
 
 def mix(*parts: int, state: int = 0) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.checkpoint.boundary import StepBoundary
+from trainer.checkpoint.progress import EpochCalls
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import BadStepConfig, Clip
 from trainer.data import batch as batches
@@ -27,7 +28,8 @@ from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
-from trainer.optim.optimizers import clip
+from trainer.optim.named_optimizers import NamedOptimizers, fill_momentum, members_of
+from trainer.optim.optimizers import FrozenAtFirst, clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -51,6 +53,10 @@ class StepResult(NamedTuple):
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
     """Estimated seconds that this rank waited for other ranks."""
+    turn: str = ""
+    """The one of several optimizers that this step updates; "" if it updates everything."""
+    optimizers: tuple[str, ...] = ()
+    """Name of the optimizer of each parameter group, if there are several."""
 
     @property
     def skipped(self) -> bool:
@@ -63,8 +69,9 @@ class StepResult(NamedTuple):
 
 
 NOTHING = contextlib.nullcontext()
-UPDATE = -2
-"""Number that keys the randomness of the update, in place of a micro-batch's number."""
+UPDATE, AFTER_STEP = -2, -3
+"""Numbers that key the randomness of the update and of `Task.after_step`, in place of a
+micro-batch's number."""
 
 Requests = Callable[[], tuple[bool, ...]]
 """Returns what this rank asks all ranks to do, for each of `ddp.REQUESTS`; called as late as
@@ -92,24 +99,74 @@ class ModelFacts:
     """MiB saved for the backward of one micro-batch; None if unknown."""
 
 
+class TurnParameters:
+    """The parameters that the steps of a turn train ("": all). Inside `alone` the others need no
+    gradient, so that its backward, and the reduction that is built there, leave them out; and
+    `frozen` norms keep their statistics."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, turn: str = "",
+                 frozen: FrozenAtFirst | None = None) -> None:
+        members, self.turn = members_of(optimizer), turn
+        still = set(frozen.parameters if frozen is not None else ())
+        self._norms = frozen.norms if frozen is not None else ()
+        self.trained, self.others = list[Tensor](), list[Tensor]()
+        self._shared, self._own = list[Tensor](), list[tuple[list[Tensor], Clip]]()
+        for name, member in members.items():
+            mine = [p for p in member.parameters if turn in ("", name) and p not in still]
+            self.trained += mine
+            self.others += [p for p in member.parameters if turn not in ("", name) or p in still]
+            if member.clip is None:
+                self._shared += mine
+            elif mine:
+                self._own.append((mine, member.clip))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        for parameter in self.others:
+            parameter.requires_grad_(False)
+        for norm in self._norms:
+            norm.eval()
+        try:
+            yield
+        finally:
+            for norm in self._norms:
+                norm.train()
+            for parameter in self.others:
+                parameter.requires_grad_(True)
+
+    def clip(self, config: Clip) -> Tensor:
+        """Clip the gradients: those of an optimizer with limits of its own by themselves, all
+        others together. Returns the global norm before, as `optimizers.clip`."""
+        if not self._own:
+            return clip(self.trained, config)
+        norms = [clip(mine, own) for mine, own in self._own]
+        norms += [clip(self._shared, config)] if self._shared else []
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
 class ForwardBackward:
     """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
-    `wrapped` is the objective, under DDP if there are several ranks."""
+    `wrapped` is the objective, under DDP if there are several ranks; `reduction` leaves the
+    reduction to DDP by default. With turns, there is one for each."""
 
     def __init__(
         self, objective: Objective, wrapped: nn.Module, state: TrainState, marks: ProgressMarks,
-        autocast: Callable[[], contextlib.AbstractContextManager[None]],
+        autocast: Callable[[], contextlib.AbstractContextManager[None]], *,
+        reduction: Reduction = iter, of: TurnParameters | None = None,
     ) -> None:
         self.objective, self.wrapped, self.model = objective, wrapped, objective.model
         self.autocast, self.marks, self.num_ranks = autocast, marks, state.num_ranks
-        self.parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
+        self.reduction, self.of = reduction, of or TurnParameters(state.optimizer)
+        self.parameters, self.turn = self.of.trained, self.of.turn
         self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
         self._seed, self._key = state.seed, rng.mix(state.seed, rng.MICRO)
         self._scaler = state.scaler
         self._generators = rng.find_generators(*self.model.modules(), objective.loss)
         self._on_device = self.parameters[0].device.type != "cpu"
         self._leaves = [p for p in objective.parameters() if p is not objective.stats_carrier]
-        self._trained = [n for n, p in wrapped.named_parameters() if p.requires_grad]
+        others = set(self.of.others)
+        self._trained = [n for n, p in wrapped.named_parameters()
+                         if p.requires_grad and p not in others]
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         self._waiting = waiting_for(WaitsFor.PEERS)
         for module in self.model.modules():
@@ -130,6 +187,7 @@ class ForwardBackward:
         counts = micro.samples > 0
         # DDP's no_sync must enclose forward *and* backward of all micro-batches but the last.
         with (NOTHING if spec.last or self._no_sync is None else self._no_sync(),
+              self.of.alone() if self.of.others else NOTHING,
               NOTHING if counts else stand_in.forward_and_backward(self.model)):
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
@@ -146,11 +204,30 @@ class ForwardBackward:
             self.communication.end_backward()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Computes:
+    """How each step is computed."""
+
+    turns: tuple[ForwardBackward, ...]
+    """Those of the turns; one, if the task has none. Step 1 has the first turn."""
+    at_first: tuple[ForwardBackward, ...] = ()
+    """In their place up to the step `frozen_until`: they leave frozen parameters out."""
+    frozen_until: int = 0
+
+    def of_step(self, step: int) -> ForwardBackward:
+        turns = self.at_first if step <= self.frozen_until else self.turns
+        return turns[(step - 1) % len(turns)]
+
+    def __iter__(self) -> Iterator[ForwardBackward]:
+        """Each of them once."""
+        return iter(dict.fromkeys((*self.at_first, *self.turns)))
+
+
 @dataclass(kw_only=True)
 class Step:
     """Computes one optimizer step per call."""
 
-    compute: ForwardBackward
+    computes: Computes
     state: TrainState
     boundary: StepBoundary
     facts: ModelFacts
@@ -159,35 +236,40 @@ class Step:
     clip: Clip
     status: Status
     """Notified when a step and its update begin and end."""
-    reduction: Reduction = iter
-    """The default leaves the reduction to DDP."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
+    after_step: Callable[[nn.Module, int], None] | None = None
+    """That of the task."""
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
 
     def __post_init__(self) -> None:
-        state, compute = self.state, self.compute
+        state = self.state
         self.optimizer, self.schedule, self.scaler = state.optimizer, state.schedule, state.scaler
         self.progress, self.ema = state.progress, state.ema
-        self.objective, self.parameters = compute.objective, compute.parameters
-        self.num_ranks = compute.num_ranks
+        self._take_turn(1)
+        self.num_ranks = self.compute.num_ranks
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
+        self._epochs: EpochCalls | None = state.parts.get("epoch")
         self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
     @classmethod
     def plain(
-        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None
+        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None,
+        *, of: TurnParameters | None = None,
+        after_step: Callable[[nn.Module, int], None] | None = None,
     ) -> Step:
-        """A step outside of a run: without warm-up, mixed precision and saves."""
+        """A step outside of a run: without warm-up, mixed precision and saves, of one turn."""
         compute = ForwardBackward(objective, wrapped, state, ProgressMarks(),
-                                  contextlib.nullcontext)
+                                  contextlib.nullcontext, of=of)
         status = Status()
         return cls(
-            compute=compute, state=state, boundary=StepBoundary(objective.model, status),
+            computes=Computes(turns=(compute,)), state=state,
+            boundary=StepBoundary(objective.model, status),
             facts=ModelFacts(), world=World(LaunchInfo(), torch.device("cpu"), 1),
-            health=Health(BadStepConfig()), clip=clip or Clip(), status=status)
+            health=Health(BadStepConfig()), clip=clip or Clip(), status=status,
+            after_step=after_step)
 
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
@@ -198,11 +280,14 @@ class Step:
         start, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.excluded_steps:
             return self._skip_batch(micro_batches, step)
+        self._take_turn(step)
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self.reduction(micro_batches):
+        for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
+            if self._epochs is not None:
+                self._epochs.enter(epoch)
             detector = self.nan_detector if micro.samples else None
             with NOTHING if detector is None else detector(micro.spec):
                 self.forward_backward(micro, requests=requests)
@@ -210,7 +295,7 @@ class Step:
         vector = self.objective.take_sums(self.num_ranks, loss_scale)
         self.scaler.unscale_(self.optimizer)
         self._to_mean(vector[COUNT])
-        grad_norm = clip(self.parameters, self.clip)
+        grad_norm = self.compute.of.clip(self.clip)
         self._device_span.second()
         with self._waiting_for_device:
             sums, norm, scale = self.objective.read_sums(vector, grad_norm, loss_scale)
@@ -221,17 +306,13 @@ class Step:
         sums = self._synchronize_buffers(sums)  # the last collective of the step
         # All values are reduced, so all ranks reach the same decision.
         skip_reason = self.health.reason_to_skip(
-            loss=sums.loss, count=sums.count, norm=norm, scale=scale)
+            loss=sums.loss, count=sums.count, norm=norm, scale=scale, turn=self.compute.turn)
         self.boundary.close()
         self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
         self.status.begin_update()
         if not skip_reason:
-            self._key_update(step)
-            self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
-            self.schedule.step()
-            if self.ema is not None:
-                self.ema.update()
-            self.health.remember(loss=sums.loss, count=sums.count)
+            self._update(step)
+            self.health.remember(loss=sums.loss, count=sums.count, turn=self.compute.turn)
         else:
             self.boundary.buffers.put_back()
             self.progress.note_skipped(step, bad=skip_reason in BAD_REASONS)
@@ -243,7 +324,15 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
-            communication_s=self.compute.communication.take_wait_s())
+            communication_s=self.compute.communication.take_wait_s(),
+            turn=self.compute.turn, optimizers=self._group_names())
+
+    def _take_turn(self, step: int) -> None:
+        """Compute a step by what its turn needs."""
+        self.compute = self.computes.of_step(step)
+        self.objective, self.parameters = self.compute.objective, self.compute.parameters
+        if isinstance(self.optimizer, NamedOptimizers):
+            self.optimizer.select(self.compute.turn)
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
@@ -266,11 +355,25 @@ class Step:
                 self.boundary.wait_for_device()
         return sums
 
-    def _key_update(self, step: int) -> None:
-        """Key the randomness of the update of a user's optimizer, equally on all ranks."""
+    def _update(self, step: int) -> None:
+        """Apply the update. What the user's code draws in it is keyed, equally on all ranks."""
+        on_device = self.parameters[0].device.type != "cpu"
+        key = rng.mix(self.state.seed, rng.MICRO)
         if self.own_update:
-            rng.seed_all(step, UPDATE, state=rng.mix(self.state.seed, rng.MICRO),
-                         devices=self.parameters[0].device.type != "cpu")
+            rng.seed_all(step, UPDATE, state=key, devices=on_device)
+        if step == self.computes.frozen_until + 1 > 1:
+            fill_momentum(self.optimizer)
+        self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
+        self.schedule.step()
+        if self.after_step is not None:
+            rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
+            rng.key(rng.find_generators(self.after_step), self.state.seed, rng.MICRO, step,
+                    AFTER_STEP)
+            with torch.no_grad():
+                self.after_step(self.compute.model, step)
+            self.boundary.buffers.restore_storage()
+        if self.ema is not None:
+            self.ema.update()
 
     def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream."""
@@ -284,7 +387,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
             lrs=self._lrs(), scale=None if scale is None else float(scale),
-            seconds=time.perf_counter() - start, device_s=None)
+            seconds=time.perf_counter() - start, device_s=None, optimizers=self._group_names())
 
     def _loss_scale(self) -> Tensor | None:
         """The factor of the loss in backward (fp16), on the device."""
@@ -294,6 +397,11 @@ class Step:
 
     def _lrs(self) -> tuple[float, ...]:
         return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
+
+    def _group_names(self) -> tuple[str, ...]:
+        if not isinstance(self.optimizer, NamedOptimizers):
+            return ()
+        return tuple(group["optimizer"] for group in self.optimizer.param_groups)
 
     def _discard_window(self) -> None:
         """Undo a window that gives no step: buffers, and the scaler's record of its gradients."""

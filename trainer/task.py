@@ -29,8 +29,9 @@ SPLITS = ("train", "validation", "test")
 
 BUILT_IN = {
     "images": "trainer.tasks.images:Images", "photos": "trainer.tasks.photos:Photos",
+    "ring": "trainer.tasks.ring:Ring",
     "shapes": "trainer.tasks.shapes:Shapes", "spiral": "trainer.tasks.spiral:Spiral",
-    "text": "trainer.tasks.text:Text",
+    "text": "trainer.tasks.text:Text", "text-muon": "trainer.tasks.text:MuonText",
 }
 """Name of a built-in task → its import path."""
 
@@ -38,12 +39,14 @@ RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
 """Class → its name in run folders, which stays when the class moves."""
 
 RESERVED_METRICS = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
-                    "skipped", "replaced", "train_loss", "table")
+                    "skipped", "replaced", "train_loss", "table", "turn")
 """Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
 
 METHOD_ARGUMENTS = {
     "model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
     "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
+    "text": ("model",),
+    "optimizers": ("model",), "after_step": ("model", "step"), "epoch": ("number",),
     "fingerprint": (), "figures": (), "first_loss": (), "metrics": ()}
 """Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
@@ -53,10 +56,8 @@ FOREIGN_METHODS = {
     **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
                     "loss(model, batch), where model.training is False in evaluation"),
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
-    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
-                    "the class of --optim.name, with parameter_groups(model): one optimizer for "
-                    "the gradient of one loss (alternating optimizers, as in a GAN, aren't "
-                    "supported)"),
+    **dict.fromkeys(("configure_optimizers", "optimizer"),
+                    "optimizers(model), or parameter_groups(model) for the one of --optim.name"),
 }
 """Method names of other trainers → the equivalent here."""
 
@@ -179,6 +180,18 @@ class Task(Protocol):
       of a ConcatDataset, for `mixture`.
     - `labels(dataset)`: for each training sample, for `--data.sampler balanced`.
     - `lengths(dataset)`: for each training sample, for `--data.sampler like-length`.
+    - `optimizers(model) -> dict` makes several optimizers, in place of the one of `--optim`: name →
+      a `torch.optim.Optimizer`, or a tuple of it with a `Schedule` and/or a `Clip` of its own
+      (`trainer.config.schema`). Each trainable parameter belongs to one of them.
+    - `turns`, a tuple of these names, lets each step update one of them: step n that of the turn
+      (n - 1) mod len(turns). In training the loss is then called as `loss(model, batch, turn=NAME)`
+      and only the parameters of that optimizer get gradients; an evaluation gives no turn, so
+      define `loss(self, model, batch, turn=None)`.
+    - `after_step(model, step)` is called on every rank after each update (not a skipped one),
+      without gradients, and may change parameters and buffers: it belongs to the update, in saves
+      too. Its random numbers are keyed by the step.
+    - `epoch(number)` is called on every rank before the first step of each epoch (from 0), and
+      again where a run is resumed in it. Its random numbers are keyed by the epoch.
     - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
       forks them. It must not start threads, use a device or create tensors.
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes
@@ -192,7 +205,7 @@ class Task(Protocol):
       `dataset("validation")`.
     - `class_names` labels the rows and columns of the table.
     - `picture(model) -> HxWx3 uint8 array` is drawn after each validation by one rank, so it must
-      not call collectives.
+      not call collectives; `text(model) -> str` is written in the same way.
 
     A field `seed` that is None is set to the run's seed.
     """
@@ -228,12 +241,17 @@ def check_signatures(task: Any) -> None:
             signature = inspect.signature(getattr(task, name, None))  # type: ignore[arg-type]
         except (TypeError, ValueError):  # no such method, or one implemented in C
             continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
-                              f"{name}({', '.join(given)}), which fails: {error}; correct its "
-                              "parameters (self is the first one).") from error
+        ways: list[dict[str, str]] = [{}]
+        if name == "loss" and getattr(task, "turns", None):
+            ways.append({"turn": "NAME"})
+        for keywords in ways:
+            try:
+                signature.bind(*given, **keywords)
+            except TypeError as error:
+                call = ", ".join([*given, *(f"{key}={text}" for key, text in keywords.items())])
+                raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called "
+                                  f"as {name}({call}), which fails: {error}; correct its "
+                                  "parameters (self is the first one).") from error
 
 
 def splits_of(task: Any) -> tuple[str, ...]:

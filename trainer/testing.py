@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers, take_shapes
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
 from trainer.data import batch as batches
@@ -26,6 +27,7 @@ from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
 from trainer.optim import optimizers
+from trainer.optim.named_optimizers import optimizer_of
 from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import set_training
 from trainer.run.prepare import content
@@ -39,7 +41,7 @@ from trainer.run.proof import (
     values,
 )
 from trainer.run.stream_proof import prove_stream
-from trainer.step import Step
+from trainer.step import Step, TurnParameters
 from trainer.task import (
     Outcome,
     check_outcome,
@@ -166,6 +168,8 @@ class _Case:
     """Another batch; `whole` if the data set has no more samples."""
     halves: tuple[Any, Any] | None
     """`whole` in two batches; None for a single sample."""
+    turn: str = ""
+    """The turn whose loss is tested, if the task has turns."""
 
     def model(self, task: Any = None) -> nn.Module:
         """A new model in training mode, with the same weights in each call."""
@@ -175,10 +179,13 @@ class _Case:
         return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
-        loss = (task or self.task).loss
+        loss = self.loss(task or self.task)
         rng.seed_all(SEED, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), loss), SEED, rng.MICRO, key)
         return loss(model, batch)
+
+    def loss(self, task: Any) -> Callable[[nn.Module, Any], Outcome]:
+        return partial(task.loss, turn=self.turn) if self.turn else task.loss
 
 
 def _problems(task: Any, batch_size: int) -> list[str]:
@@ -190,10 +197,26 @@ def _problems(task: Any, batch_size: int) -> list[str]:
         check_signatures(task)
         task_figures(task)
         MetricStates(task, torch.device("cpu"))
+        for one in (task, pristine):
+            if callable(call := getattr(one, "epoch", None)):
+                EpochCalls(call, SEED).enter(0)
         case = _case(task, batch_size)
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
                             else raised("reading the first samples", error)]
+    turns = dict.fromkeys(getattr(task, "turns", ()) if hasattr(task, "optimizers") else ())
+    for turn in turns or ("",):
+        case = dataclasses.replace(case, turn=turn)
+        if _check_turn(case, problems, irreproducible=irreproducible):
+            return problems  # the other checks would fail for the same reason
+    try:
+        return problems + list(_check_state(case, pristine))
+    except Exception as error:
+        return [*problems, raised("a second training forward", error)]
+
+
+def _check_turn(case: _Case, problems: list[str], *, irreproducible: bool) -> bool:
+    """Add the problems of a turn, or of a task without turns; whether no more can be checked."""
     for check in (_check_model, _check_loss, _check_gradients, _check_sums, _check_step):
         if irreproducible and check is _check_sums:
             continue  # its batches may have different samples
@@ -205,11 +228,8 @@ def _problems(task: Any, batch_size: int) -> list[str]:
             if problem.partition(" raised ")[2] not in " ".join(problems):
                 problems.append(problem)
         if check in (_check_model, _check_loss) and len(problems) > before:
-            return problems  # the later checks would fail for the same reason
-    try:
-        return problems + list(_check_state(case, pristine))
-    except Exception as error:
-        return [*problems, raised("a second training forward", error)]
+            return True
+    return False
 
 
 def _case(task: Any, batch_size: int) -> _Case:
@@ -254,12 +274,16 @@ def _check_loss(case: _Case) -> Iterator[str]:
 
 def _check_gradients(case: _Case) -> Iterator[str]:
     model = case.model()
+    others = list[Tensor]()
+    if case.turn:
+        others = TurnParameters(optimizer_of(Optim(), model, case.task), case.turn).others
     outcome = case.outcome(model, case.whole)
     total, _ = check_outcome(outcome)
     if foreign := foreign_leaves(total, model):
         yield FOREIGN.format(listed(foreign))
     total.backward()
-    trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    trainable = {n: p.grad for n, p in model.named_parameters()
+                 if p.requires_grad and all(p is not other for other in others)}
     if missing := [name for name, gradient in trainable.items() if gradient is None]:
         yield (f"no gradient reaches {listed(missing)} (.grad is None): use it in the loss, or "
                "set requires_grad to False.")
@@ -285,18 +309,18 @@ def _check_sums(case: _Case) -> Iterator[str]:
 def _check_step(case: _Case) -> Iterator[str]:
     """Run one training step with a micro-batch and a stand-in."""
     model = case.model()
-    optimizer = optimizers.make_optimizer(Optim(), model,
-                                          getattr(case.task, "parameter_groups", None))
+    optimizer = optimizer_of(Optim(), model, case.task)
     if names := optimizers.untrained(optimizer, model):
         yield (f"no group of parameter_groups() has {listed(names)}, so it isn't trained; add it "
                "to a group, or freeze it (requires_grad_(False)).")
-    objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
+    objective = Objective(model, case.loss(case.task), num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
     state = TrainState(
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
-    step = Step.plain(state, objective, objective)
+    step = Step.plain(state, objective, objective, of=TurnParameters(optimizer, case.turn),
+                      after_step=getattr(case.task, "after_step", None))
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     result = step([full, MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), case.whole)])
     assert result is not None, "the step had samples"

@@ -101,7 +101,7 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
 def in_step(step: Step, micros: list[MicroBatch]) -> list[torch.Tensor]:
     """The sum of the gradients as a step makes it."""
     step.optimizer.zero_grad(set_to_none=True)
-    for micro in step.reduction(micros):
+    for micro in step.compute.reduction(micros):
         step.forward_backward(micro, rehearsal=True)
     step.objective.forget()
     return [p.grad.clone() for p in step.parameters if p.grad is not None]

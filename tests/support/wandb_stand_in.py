@@ -26,5 +26,9 @@ class StandIn:
         return options
 
     @staticmethod
+    def Html(text: str) -> str:
+        return text
+
+    @staticmethod
     def Image(array: Any) -> tuple[str, tuple[int, ...]]:
         return "image", np.asarray(array).shape

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from trainer import rng
 
 
 @dataclass
@@ -151,6 +153,29 @@ class LossMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total = float.fromhex(state["total"])
         self.count = float.fromhex(state["count"])
+
+
+class EpochCalls:
+    """Calls `Task.epoch(number)` at the beginning of each epoch, and again where a checkpoint in it
+    is restored; its random numbers are keyed by (seed, epoch)."""
+
+    def __init__(self, call: Callable[[int], None], seed: int) -> None:
+        self._call, self._seed, self._number = call, seed, -1
+
+    def enter(self, number: int) -> None:
+        """Call the task unless it is in this epoch."""
+        if number != self._number:
+            self._number = number
+            rng.seed_all(self._seed, rng.EPOCH, number)
+            rng.key(rng.find_generators(self._call), self._seed, rng.EPOCH, number)
+            self._call(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self._number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._number = -1
+        self.enter(int(state["number"]))
 
 
 @dataclass

@@ -39,7 +39,8 @@ KIND = Kind(
         "best": Kind({"metric": is_text, "direction": is_text, "value": optional(is_text),
                       "step": is_count, "waited": is_count}, {"mark": optional(is_text)}),
         "meter": table_of(), "optimizer": table_of(), "scaler": table_of(),
-        "schedule": Kind(known={"counters": table_of()}),
+        "schedule": Kind(known={"counters": table_of(),
+                                "named": table_of(Kind({"counters": table_of()}))}),
         "parts": Kind(known={"horizon": Kind({"epoch": is_count, "total": is_count})},
                       others=table_of())},
     known={
@@ -106,10 +107,7 @@ class SavedState:
         if all(then.get(split, now) == now for split, now in fingerprints.items()
                if split.startswith("validation")):
             return self
-        counters = {name: value for name, value in self.schedule.get("counters", {}).items()
-                    if name not in ("best", "num_bad_epochs", "cooldown_counter")}
-        return dataclasses.replace(self, best=BestTracker(),
-                                   schedule={**self.schedule, "counters": counters})
+        return dataclasses.replace(self, best=BestTracker(), schedule=_unjudged(self.schedule))
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:
@@ -118,3 +116,12 @@ class SavedState:
             return cls.from_json(read_record(folder / STATE) or {})
         except FileDamaged as error:
             raise CheckpointDamaged(str(error)) from error
+
+
+def _unjudged(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a schedule, or of several by name, without what `plateau` has seen."""
+    if "named" in schedule:
+        return {"named": {name: _unjudged(one) for name, one in schedule["named"].items()}}
+    counters = {name: value for name, value in schedule.get("counters", {}).items()
+                if name not in ("best", "num_bad_epochs", "cooldown_counter")}
+    return {**schedule, "counters": counters}

@@ -20,13 +20,14 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
+from trainer.optim.named_optimizers import fill_momentum
 from trainer.optim.optimizers import expected_state, has_modes, set_mode
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
 CONFIGURED = frozenset((
     "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",
     "dampening", "amsgrad", "fused", "foreach", "capturable", "differentiable", "maximize",
-    "max_lr", "min_lr", "max_momentum", "base_momentum",
+    "max_lr", "min_lr", "max_momentum", "base_momentum", "optimizer",
 ))  # fmt: skip
 """Parameter group values set by the configuration; they may change when it changes."""
 
@@ -172,6 +173,8 @@ class TrainState:
         if self.scaler.is_enabled() and saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
         for name, part in self.parts.items():
+            if name == "epoch" and name not in saved.parts:
+                continue  # the task has got its `epoch` since
             if name not in saved.parts:
                 raise CheckpointDamaged(f"{STATE} has no entry {name!r} in 'parts'")
             part.load_state_dict(saved.parts[name])
@@ -254,10 +257,8 @@ class TrainState:
                     value, owner, before.get(owner, {}).get(key),
                     on_host=key in COUNTERS and not in_kernels)
                 for key, value in state[name].items()}
-        if isinstance(self.optimizer, torch.optim.SGD) and state and not anew:
-            for name in sorted(live - state.keys()):  # torch's fused kernel needs all of them
-                self.optimizer.state[parameters[name]] = {
-                    "momentum_buffer": torch.zeros_like(parameters[name])}
+        if self._differs(then, "freeze") or self._differs(then, "freeze_until"):
+            fill_momentum(self.optimizer)
         groups: list[dict[str, Any]] = [
             next((of[names[p]] for p in group["params"] if names[p] in of), {})
             for group in self.optimizer.param_groups]

@@ -15,6 +15,7 @@ from trainer.commands.report.plots import smooth
 from trainer.commands.scratch_run import next_step, scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
+from trainer.optim.named_optimizers import NamedOptimizers
 
 SMOOTHING = 0.9
 """Decay of the exponential average of the losses."""
@@ -95,6 +96,9 @@ def _run_range_test(
     rates: list[float] = []
     losses: list[float] = []
     with scratch_run(argv, steps=points, command="lr-find") as run:
+        if isinstance(run.state.optimizer, NamedOptimizers):
+            raise ConfigError("trainer lr-find varies one rate, that of --optim.lr; the task's "
+                              "optimizers(model) sets the rates, so try them there.")
         groups = run.state.optimizer.param_groups
         shares = [group["lr"] / run.context.config.optim.lr for group in groups]
         for number, rate in enumerate(np.geomspace(low, high, points).tolist()):

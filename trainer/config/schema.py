@@ -450,6 +450,8 @@ class Config(Section, Generic[TaskT]):
     freeze: tuple[str, ...] = setting((), "must_match", repeatable=True)
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
+    freeze_until: Duration = setting(Duration(0), "must_match")
+    """Train the parameters of --freeze too after this part of the run; off: never."""
     start_checks: OnOff = setting("on", "ignored")
     """Check at the start, on the first micro-batch, what exactness needs of the task; off: train
     without the checks of the loss and of a stream's states."""
@@ -485,6 +487,8 @@ class Config(Section, Generic[TaskT]):
             self.numerics.deterministic == "off" or self.precision.compile != "max-autotune",
             "compile", "it chooses kernels by their speed, so a restart could have other bits; add "
             "--numerics.deterministic off, or use on.")
+        self.check(not self.freeze_until.value or bool(self.freeze), "freeze_until",
+                   "nothing is frozen; add --freeze PATTERN.")
         for text in self.inject:
             fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}

@@ -25,15 +25,17 @@ class Health:
 
     def __init__(self, config: BadStepConfig) -> None:
         self._threshold = config.spike_z
-        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self._losses: dict[str, deque[float]] = {"": deque(maxlen=HISTORY)}  # of each turn
 
-    def reason_to_skip(self, *, loss: float, count: float, norm: float, scale: float | None) -> str:
+    def reason_to_skip(self, *, loss: float, count: float, norm: float, scale: float | None,
+                       turn: str = "") -> str:
         """Reason to skip the update; "" if it may be applied.
 
         Args:
             loss, count: sums over the global batch.
             norm: norm of the mean gradient, unscaled.
             scale: loss scale of fp16; None otherwise.
+            turn: losses are compared with those of the same turn.
         """
         if count <= 0 and loss == 0:
             return EMPTY
@@ -41,26 +43,29 @@ class Health:
             # A gradient scaler adjusts by overflows: they are normal while the scale can fall.
             adjusting = scale is not None and scale > 1 and math.isfinite(loss)
             return OVERFLOW if adjusting else NONFINITE
-        return SPIKE if self._threshold and self._is_spike(loss / count) else ""
+        return SPIKE if self._threshold and self._is_spike(loss / count, turn) else ""
 
-    def remember(self, *, loss: float, count: float) -> None:
-        """Add the loss of an applied step to the history."""
-        self._losses.append(loss / count)
+    def remember(self, *, loss: float, count: float, turn: str = "") -> None:
+        """Add the loss of an applied step to the history of its turn."""
+        self._losses.setdefault(turn, deque(maxlen=HISTORY)).append(loss / count)
 
-    def _is_spike(self, mean: float) -> bool:
+    def _is_spike(self, mean: float, turn: str) -> bool:
         """Test upwards for an outlier by the modified z-score, 0.6745 · (x - median) / MAD.
 
         Iglewicz and Hoaglin, "How to detect and handle outliers" (1993).
         """
-        if len(self._losses) < MIN_HISTORY:
+        losses = self._losses.get(turn, ())
+        if len(losses) < MIN_HISTORY:
             return False
-        median = statistics.median(self._losses)
-        spread = statistics.median(abs(x - median) for x in self._losses)
+        median = statistics.median(losses)
+        spread = statistics.median(abs(x - median) for x in losses)
         return 0.6745 * (mean - median) > self._threshold * spread > 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": [loss.hex() for loss in self._losses]}
+        texts = {turn: [loss.hex() for loss in losses] for turn, losses in self._losses.items()}
+        return {"losses": texts.pop(""), **({"turns": texts} if texts else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses.clear()
-        self._losses.extend(float.fromhex(loss) for loss in state["losses"])
+        texts = {"": state["losses"], **state.get("turns", {})}
+        self._losses = {turn: deque(map(float.fromhex, losses), maxlen=HISTORY)
+                        for turn, losses in texts.items()}

@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,6 +87,29 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         ):
             module.eval()
     return [n for n, p in parameters.items() if not p.requires_grad]
+
+
+@dataclass(frozen=True)
+class FrozenAtFirst:
+    """Parameters, and modules with statistics, that are frozen until a step of the run."""
+
+    parameters: tuple[Tensor, ...] = ()
+    norms: tuple[nn.Module, ...] = ()
+
+
+def freeze_at_first(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str], FrozenAtFirst]:
+    """As `freeze`, for a part of the run: returns the names, and what is to be frozen so long. The
+    model is left as it is afterwards."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norms = [m for m in model.modules() if m.training]
+    names = freeze(model, patterns)
+    found = FrozenAtFirst(tuple(p for p in trained if not p.requires_grad),
+                          tuple(m for m in norms if not m.training))
+    for parameter in found.parameters:
+        parameter.requires_grad_(True)
+    for module in found.norms:
+        module.train()
+    return names, found
 
 
 def _is_frozen(patterns: Sequence[str], name: str) -> bool:
@@ -174,12 +198,7 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
     """The arguments for an optimizer's class, besides the groups: those set that it takes."""
-    step = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
-    if needed := [p.name for p in list(step.values())[1:]
-                  if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
-        raise ConfigError(f"--optim.name {config.name}: its step() requires {needed[0]}, to "
-                          "compute the loss several times per update; the trainer computes it "
-                          "once. Use an optimizer that needs no such argument, such as adamw.")
+    refuse_closure(cls, f"--optim.name {config.name}")
     takes = dict(_parameters(cls)[1:])  # the first one receives the groups
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given, flags = _given(config), _flags(config)
@@ -200,6 +219,16 @@ def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
         trained = [p for p in model.parameters() if p.requires_grad]
         arguments["fused"] = all(map(_is_whole, trained)) or None
     return arguments | given
+
+
+def refuse_closure(cls: Any, what: str) -> None:
+    """Refuse an optimizer whose `step` needs an argument."""
+    step = inspect.signature(cls.step).parameters if hasattr(cls, "step") else {}
+    if needed := [p.name for p in list(step.values())[1:]
+                  if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]:
+        raise ConfigError(f"{what}: its step() requires {needed[0]}, to compute the loss several "
+                          "times per update; the trainer computes it once. Use an optimizer that "
+                          "needs no such argument, such as adamw.")
 
 
 def _settings(config: Optim) -> dict[str, Any]:

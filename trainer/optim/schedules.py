@@ -13,7 +13,8 @@ from torch.optim import lr_scheduler
 
 from trainer.config.fields import Duration
 from trainer.config.schema import MIN_RATIO, Config, Schedule
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointDamaged, ConfigError, listed
+from trainer.optim.named_optimizers import NamedOptimizers
 from trainer.task import load_object
 
 if TYPE_CHECKING:
@@ -284,6 +285,53 @@ class Scheduler:
         self._main.load_state_dict(counters)
         if rise is not None and self._warmup is not None:
             self._warmup.load_state_dict({"last_epoch": rise[0], "_step_count": rise[1]})
+
+
+class Schedules:
+    """The schedules of several optimizers, each that of the run or its own; see `Scheduler`. Their
+    positions are those of the run: every update moves them, whichever optimizer it is for."""
+
+    def __init__(self, config: Schedule, optimizer: NamedOptimizers,
+                 lengths: ScheduleLengths) -> None:
+        self._named = {name: Scheduler(member.schedule or config, member.optimizer, lengths)
+                       for name, member in optimizer.members.items()}
+        self._sizes = [len(m.optimizer.param_groups) for m in optimizer.members.values()]
+
+    @property
+    def metric(self) -> str:
+        return next((s.metric for s in self._named.values() if s.metric), "")
+
+    def step(self) -> None:
+        with warnings.catch_warnings(action="ignore"):  # torch misses steps of the other turns
+            for schedule in self._named.values():
+                schedule.step()
+
+    def check_metric(self, figures: Sequence[str]) -> None:
+        for schedule in self._named.values():
+            schedule.check_metric(figures)
+
+    def validated(self, line: Mapping[str, Any]) -> None:
+        for schedule in self._named.values():
+            schedule.validated(line)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"named": {name: s.state_dict() for name, s in self._named.items()}}
+
+    def load_state_dict(self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Restore them. Raises CheckpointDamaged if the optimizers have other names."""
+        saved = state.get("named", {})
+        if saved.keys() != self._named.keys():
+            raise CheckpointDamaged(f"it has schedules for {listed(saved) or 'one optimizer'}, and "
+                                    f"the task has the optimizers {listed(self._named)}")
+        remaining = iter(groups)
+        for (name, schedule), size in zip(self._named.items(), self._sizes, strict=True):
+            schedule.load_state_dict(saved[name], list(itertools.islice(remaining, size)))
+
+
+def make_schedule(config: Schedule, optimizer: torch.optim.Optimizer,
+                  lengths: ScheduleLengths) -> Scheduler | Schedules:
+    kind: Any = Schedules if isinstance(optimizer, NamedOptimizers) else Scheduler
+    return kind(config, optimizer, lengths)
 
 
 def describe_end(config: Config[Any], lengths: ScheduleLengths, total: int) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.mirror import MirrorEntry
 from trainer.checkpoint.mirror_writer import MirrorPolicy
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
     CheckpointRef,
@@ -38,9 +38,12 @@ from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import World
+from trainer.errors import ConfigError
 from trainer.optim import compile_cache, precision, schedules
 from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
+from trainer.optim.named_optimizers import turns_of
+from trainer.optim.optimizers import FrozenAtFirst
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
@@ -54,7 +57,7 @@ from trainer.run.prepare import Setup, prepare, validation_splits
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Recorders, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
-from trainer.step import ForwardBackward, Reduction
+from trainer.step import Computes, ForwardBackward, Reduction, TurnParameters
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
@@ -230,20 +233,17 @@ def _make_trainable(
     """Collective. Wrap the model, and make its state, which is not restored yet."""
     config, world, marks = context.config, context.world, context.marks
     boundary = StepBoundary(setup.model, context.status, context.log.warn_once, world.device)
-    wrapped, objective = _wrap(config, setup, world, boundary)
-    reduction: Reduction = iter
-    if config.parallel.reduction == "canonical":
-        parameters = [p for g in setup.optimizer.param_groups for p in g["params"]]
-        reduction = RankInvariantReduction(objective, parameters, boundary.buffers, world,
-                                           setup.plan, optional=config.parallel.find_unused == "on")
     progress, health = TrainProgress(), Health(config.nonfinite)
     if resumption.found is not None:
         progress.restore(resumption.found.state.progress)
+    parts: dict[str, Any] = {"horizon": setup.lengths, "health": health}
+    if callable(call := getattr(setup.task, "epoch", None)):
+        parts["epoch"] = EpochCalls(call, config.seed)
     state = TrainState(
         model=setup.model, optimizer=setup.optimizer, schedule=setup.schedule,
         scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
-        num_ranks=world.size, parts={"horizon": setup.lengths, "health": health},
+        num_ranks=world.size, parts=parts,
         ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
         settings=compatibility.settings(config))
     attempt = {"settings": state.settings,
@@ -255,28 +255,57 @@ def _make_trainable(
         record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt,
                          generation=folder.generation, mirror=folder.mirror),
         config=config.checkpoint, boundary=boundary)
-    compute = ForwardBackward(objective, wrapped, state, marks,
-                              precision.autocast(setup.choice, world.device))
-    faults = _arm(context, folder, objective, state, checkpoint)
-    return Trainable(state=state, health=health, compute=compute, reduction=reduction,
-                     boundary=boundary, checkpoint=checkpoint, faults=faults)
-
-
-def _wrap(
-    config: Config[Any], setup: Setup, world: World, boundary: StepBoundary
-) -> tuple[nn.Module, ddp.Objective]:
-    """Collective. Join model and loss, under DDP if it reduces the gradients."""
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
         setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None,
                             mode=setup.choice.mode)
+    until = config.freeze_until.steps(epoch=setup.lengths.epoch, total=setup.lengths.total)
+    make = partial(_make_computes, context, setup, boundary, state)
+    computes = Computes(turns=make(FrozenAtFirst()), frozen_until=until,
+                        at_first=make(setup.frozen_at_first) if until else ())
+    faults = _arm(context, folder, computes, state, checkpoint)
+    return Trainable(state=state, health=health, computes=computes, boundary=boundary,
+                     checkpoint=checkpoint, faults=faults)
+
+
+def _make_computes(
+    context: Context, setup: Setup, boundary: StepBoundary, state: TrainState,
+    frozen: FrozenAtFirst,
+) -> tuple[ForwardBackward, ...]:
+    """Collective. Wrap model and loss for each turn, whose gradients alone are reduced."""
+    config, world, of_turn = context.config, context.world, dict[str, ForwardBackward]()
+    turns = turns_of(setup.optimizer)
+    for turn in dict.fromkeys(turns):
+        of = TurnParameters(setup.optimizer, turn, frozen)
+        if not of.trained:
+            raise ConfigError(f"--freeze-until {config.freeze_until}: until then --freeze leaves "
+                              f"nothing to train{f' in the turn {turn!r}' if turn else ''}; freeze "
+                              "less.")
+        with of.alone():
+            wrapped, objective = _wrap(config, setup, world, boundary, turn)
+            reduction: Reduction = iter
+            if config.parallel.reduction == "canonical":
+                reduction = RankInvariantReduction(
+                    objective, of.trained, boundary.buffers, world, setup.plan,
+                    optional=config.parallel.find_unused == "on")
+            of_turn[turn] = ForwardBackward(
+                objective, wrapped, state, context.marks,
+                precision.autocast(setup.choice, world.device), reduction=reduction, of=of)
+    return tuple(of_turn[turn] for turn in turns)
+
+
+def _wrap(
+    config: Config[Any], setup: Setup, world: World, boundary: StepBoundary, turn: str
+) -> tuple[nn.Module, ddp.Objective]:
+    """Collective. Join model and loss, under DDP if it reduces the gradients."""
     group = world.group if config.parallel.reduction == "ddp" else None
     options = {}
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
         options["nonfinite"] = boundary.buffers.nonfinite
     objective = ddp.Objective(
-        setup.model, setup.task.loss, num_ranks=world.size if group else 1,
+        setup.model, partial(setup.task.loss, turn=turn) if turn else setup.task.loss,
+        num_ranks=world.size if group else 1,
         nominal_count=config.batch.global_size, device=world.device,
         changed=boundary.buffers.changed, **options)
     wrapped = ddp.wrap(objective, group=group, device=world.device,
@@ -286,10 +315,13 @@ def _wrap(
 
 
 def _arm(
-    context: Context, folder: RunFolder, objective: ddp.Objective, state: TrainState,
+    context: Context, folder: RunFolder, computes: Computes, state: TrainState,
     checkpoint: Checkpointer,
 ) -> fault_injection.FaultInjector:
     """Arm the faults to be injected, from the next progress mark on."""
+
+    def nan() -> None:
+        computes.of_step(state.progress.step + 1).objective.inject_nan()
 
     def flip() -> None:
         checkpoint.abandon()  # a save in flight may still read it
@@ -313,7 +345,7 @@ def _arm(
     injector = fault_injection.FaultInjector(
         folder.faults, rank=context.world.rank, attempt=folder.identity.attempt,
         fired=context.path / layout.FAULTS, log=context.log,
-        actions={"nan": objective.inject_nan, "flip": flip, "corrupt": corrupt,
+        actions={"nan": nan, "flip": flip, "corrupt": corrupt,
                  "enospc": no_space})
     if injector:
         context.marks.subscribe(injector)
@@ -353,9 +385,12 @@ def _open_recorders(
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
-    if context.world.is_main and hasattr(setup.task, "picture"):
-        pictures = Pictures(draw=setup.task.picture, folder=context.path / layout.PICTURES,
-                            model=setup.model, show=folder.metrics.picture, log=context.log)
+    draw, write = (getattr(setup.task, name, None) for name in ("picture", "text"))
+    if context.world.is_main and (callable(draw) or callable(write)):
+        pictures = Pictures(draw=draw if callable(draw) else None,
+                            write=write if callable(write) else None,
+                            folder=context.path / layout.PICTURES, model=setup.model,
+                            show=folder.metrics.exhibit, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
                      rate_end=rate_end if context.world.is_main else (0, ""),
                      warn=context.log.warning,

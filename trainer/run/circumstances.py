@@ -23,6 +23,7 @@ import trainer
 from trainer.config import command_line
 from trainer.distributed import nccl
 from trainer.distributed.device import describe_gpus, driver_version
+from trainer.optim.named_optimizers import members_of
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
 from trainer.run.run_dir import device_name
@@ -40,8 +41,9 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
     """Collective. The circumstances of this attempt, as JSON values; see
     `compatibility.compare_settings`."""
     world = context.world
-    objects = (getattr(setup.task, "given", setup.task), setup.optimizer, *setup.model.modules(),
-               *setup.data.values())
+    objects = (getattr(setup.task, "given", setup.task), setup.optimizer,
+               *[member.optimizer for member in members_of(setup.optimizer).values()],
+               *setup.model.modules(), *setup.data.values())
     classes = {kind for one in objects for kind in type(one).__mro__}
     return {
         "task": command_line.task_path(context.config.task),

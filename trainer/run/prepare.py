@@ -28,6 +28,7 @@ from trainer.distributed.device import OMP, share_of_cores
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
+from trainer.optim.named_optimizers import optimizer_of
 from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
@@ -65,6 +66,8 @@ class Setup:
     model: nn.Module
     choice: precision.PrecisionPolicy
     optimizer: torch.optim.Optimizer
+    frozen_at_first: optimizers.FrozenAtFirst
+    """What is frozen until --freeze-until."""
     schedule: Any
     lengths: ScheduleLengths
     """Lengths on which the schedule is based; a checkpoint restores those of the first start."""
@@ -126,13 +129,12 @@ def prepare(config: Config[Any], world: World) -> Setup:
         world.use_threads(1, "a small model")
     evaluating = in_evaluation(model)
     model, synced = _synchronise_batch_norms(model, config, world)
-    frozen = optimizers.freeze(model, config.freeze)
+    frozen, at_first = _freeze(config, model, plan, intervals)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
-    optimizer = optimizers.make_optimizer(config.optim, model,
-                                          getattr(task, "parameter_groups", None))
+    optimizer = optimizer_of(config.optim, model, task)
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total,
                               replan=config.schedule.replan == "on")
-    schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
+    schedule = schedules.make_schedule(config.schedule, optimizer, lengths)
     if schedule.metric:
         _check_plateau(config, data)
     workers = loader_workers(config, data["train"], world)
@@ -157,8 +159,23 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "fingerprint": fingerprints["train"],
     }
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer, schedule=schedule,
-                 lengths=lengths, data=data, plan=plan, order=order, intervals=intervals,
-                 card=card, sinks=sinks, workers=workers, fingerprints=fingerprints)
+                 frozen_at_first=at_first, lengths=lengths, data=data, plan=plan, order=order,
+                 intervals=intervals, card=card, sinks=sinks, workers=workers,
+                 fingerprints=fingerprints)
+
+
+def _freeze(
+    config: Config[Any], model: nn.Module, plan: BatchPlan, intervals: Intervals
+) -> tuple[list[str], optimizers.FrozenAtFirst]:
+    """Freeze parameters; return their names, and what is only frozen until --freeze-until."""
+    if not config.freeze_until.value:
+        return optimizers.freeze(model, config.freeze), optimizers.FrozenAtFirst()
+    total = intervals.total
+    if (until := config.freeze_until.steps(epoch=plan.steps_per_epoch, total=total)) >= total:
+        raise ConfigError(f"--freeze-until {config.freeze_until}: that is step {until}, and the "
+                          f"run ends with step {total}; omit the flag to keep the parameters "
+                          "frozen, or give a shorter length.")
+    return optimizers.freeze_at_first(model, config.freeze)
 
 
 def _check_plateau(config: Config[Any], data: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -31,6 +32,7 @@ from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.ddp import Objective
 from trainer.distributed.replica_check import checksums
 from trainer.errors import CheckpointDamaged, ConfigError, listed
+from trainer.optim.named_optimizers import turns_of
 from trainer.storage import tensorfile
 from trainer.task import Outcome, check_outcome
 from trainer.telemetry.events import Log
@@ -263,12 +265,14 @@ def _not_restored(model: nn.Module, parts: Mapping[str, Tensor]) -> list[str]:
 def watch_optimizer(state: TrainState, log: Log) -> None:
     """Check an optimizer class of the user by a step hook. After the first update a checkpoint must
     be able to hold its state; after the second this must come back from one, and attributes that
-    changed in between are a warning."""
+    changed in between are a warning. Of several optimizers that take turns, each has its turns."""
     optimizer, observed = state.optimizer, list[dict[str, Any]]()
+    rounds, updates = len(turns_of(optimizer)), itertools.count(1)
 
     def check(*_: Any) -> None:
-        if not observed:
-            check_optimizer_state(optimizer, state.names())
+        check_optimizer_state(optimizer, state.names())
+        if next(updates) % rounds:
+            return
         public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
         found = values(public, of=_summary, most=MOST_VALUES)
         observed.append({n: v for n, v in found.items()

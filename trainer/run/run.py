@@ -17,7 +17,7 @@ from trainer.run.evaluate import Evaluator
 from trainer.run.guard import Guard
 from trainer.run.pictures import Pictures
 from trainer.run.prepare import Setup
-from trainer.step import ForwardBackward, Reduction, Step, StepResult
+from trainer.step import Computes, ForwardBackward, Step, StepResult
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.step_timing import StepTiming
 
@@ -28,11 +28,15 @@ class Trainable:
 
     state: TrainState
     health: Health
-    compute: ForwardBackward
-    reduction: Reduction
+    computes: Computes
     boundary: StepBoundary
     checkpoint: Checkpointer
     faults: FaultInjector
+
+    @property
+    def compute(self) -> ForwardBackward:
+        """That of the first turn."""
+        return self.computes.turns[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from trainer.config.schema import Config
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import optimizers, precision
+from trainer.optim.named_optimizers import optimizer_of
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
@@ -117,9 +118,8 @@ def _average_by_optimizer(
     model: nn.Module, task: Any, config: Config[Any], saved: tuple[dict[str, Tensor], SavedState]
 ) -> None:
     """Give the model the weights of its optimizer's `eval()`, if that has one."""
-    optimizers.freeze(model, config.freeze)
-    optimizer = optimizers.make_optimizer(
-        config.optim, model, getattr(task, "parameter_groups", None))
+    optimizers.freeze(model, () if config.freeze_until.value else config.freeze)
+    optimizer = optimizer_of(config.optim, model, task)
     if not optimizers.has_modes(optimizer):
         return
     tensors, facts = saved

@@ -27,16 +27,16 @@ from trainer.distributed.torch_private import version
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.optim import nan_detection
+from trainer.optim.named_optimizers import members_of
 from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import memory, proof
 from trainer.run.finish import best_rule
 from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import Setup, content
-from trainer.run.run import BuiltRun, Run, Trainable
-from trainer.step import ModelFacts, Step
+from trainer.run.run import BuiltRun, Run
+from trainer.step import ForwardBackward, ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
 from trainer.task import Outcome, check_outcome
-from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
 NO_CHECKS = "(--start-checks off trains without this check.)"
@@ -44,7 +44,7 @@ NO_CHECKS = "(--start-checks off trains without this check.)"
 
 def _validation_metrics(built: BuiltRun) -> list[str]:
     """Names of the metrics of a validation, before the first one."""
-    names = ["loss", *(built.trainable.compute.objective.accumulator.names or ())]
+    names = ["loss", *_metric_names(built)]
     sets = [split.partition(":")[2] for split in built.validations]
     prefixes = ["val_", *(f"val_{name}_" for name in sets if name)]
     objects = [name for evaluator in [*built.validations.values()][:1]
@@ -93,30 +93,53 @@ def start(built: BuiltRun) -> Run:
     return Run(**vars(built), step=step, replica_check=replica_check)
 
 
+def _metric_names(built: BuiltRun) -> Sequence[str]:
+    """Names of the metrics of a validation: those of the training, or, if that has turns, those of
+    the first micro-batch in evaluation."""
+    compute, model = built.trainable.compute, built.setup.model
+    if not compute.turn or not built.validations:
+        return compute.objective.accumulator.names or ()
+    batch = batches.copy_of(built.loader.peek().batch)
+    with (eval_mode(model), torch_private.uncompiled(model), torch.no_grad(), compute.autocast(),
+          Buffers(model).preserved()):
+        return tuple(check_outcome(built.setup.task.loss(model, batch))[1])
+
+
 def warm_up(built: BuiltRun) -> ModelFacts:
-    """Collective. Compute one synchronised forward and backward of the first real micro-batch, and
-    restore buffers and gradients afterwards.
+    """Collective. Compute one synchronised forward and backward of the first real micro-batch, for
+    each turn, and restore buffers and gradients afterwards.
 
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
     more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
+    facts = [_warm_up(built, compute) for compute in built.trainable.computes]
+    sizes = [one.activations_mb for one in facts if one.activations_mb is not None]
+    return ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
+                      moves_parameters=any(one.moves_parameters for one in facts),
+                      activations_mb=max(sizes, default=None))
+
+
+def _warm_up(built: BuiltRun, compute: ForwardBackward) -> ModelFacts:
+    """Collective. See `warm_up`."""
     world, log, trainable = built.context.world, built.context.log, built.trainable
-    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
+    state, buffers = trainable.state, trainable.boundary.buffers
     model, objective = compute.model, compute.objective
-    canonical = isinstance(trainable.reduction, RankInvariantReduction)
+    canonical = isinstance(compute.reduction, RankInvariantReduction)
     find_unused = built.context.config.parallel.find_unused == "on"
     buffers.keep()
     before = checksums(model.parameters())
     versions = [version(p) for p in model.parameters()]
     micro = built.loader.peek()  # a loss may change its batch, and training uses it again: copy it
+    if "epoch" in state.parts:
+        state.parts["epoch"].enter(micro.spec.epoch)
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     tensors = batches.versions(micro.batch)
     seen = None
     if built.resumption.found is None:
         checks = built.context.config.start_checks == "on"
         if checks:
-            _prove_sums(built, micro)
-        seen = _rehearse(trainable, replace(micro, batch=batches.copy_of(micro.batch)), world, log,
+            _prove_sums(built, compute, micro)
+        seen = _rehearse(built, compute, replace(micro, batch=batches.copy_of(micro.batch)),
                          allow_unused=find_unused or canonical, checks=checks)
     times = Counter[Tensor]()  # how often the backward adds to each parameter's gradient
     hooks = [p.register_post_accumulate_grad_hook(lambda p: times.update([p]))
@@ -132,7 +155,7 @@ def warm_up(built: BuiltRun) -> ModelFacts:
         _refuse_partial_gradients(model, world, times)
     _refuse_sparse_gradients(built)
     if (world.size > 1 or canonical) and not find_unused:
-        _refuse_unused(model, world)
+        _refuse_unused(compute, world)
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
@@ -148,14 +171,14 @@ def warm_up(built: BuiltRun) -> ModelFacts:
                       activations_mb=activations)
 
 
-def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
+def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) -> None:
     """Collective. Refuse a loss that differs between a micro-batch and its two halves, in eval mode
     (dropout and batch statistics may depend on them, as may buffers that change in eval mode)."""
-    context, setup, objective = built.context, built.setup, built.trainable.compute.objective
+    context, setup, objective = built.context, built.setup, compute.objective
     world, model = context.world, setup.model
     buffers = Buffers(model)
 
-    def compute(batch: Any, key: int) -> Outcome:
+    def outcome(batch: Any, key: int) -> Outcome:
         rng.seed_all(context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
         with buffers.preserved(), torch.no_grad():
@@ -171,7 +194,7 @@ def _prove_sums(built: BuiltRun, micro: MicroBatch) -> None:
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     with eval_mode(model), torch_private.uncompiled(model):
         try:
-            problems = proof.unequal_sums(compute, micro.batch, halves,
+            problems = proof.unequal_sums(outcome, micro.batch, halves,
                                           tolerance=max(1e-3, 8 * eps))
         except Exception as error:
             if built.validations:
@@ -206,12 +229,13 @@ def _halves(setup: Setup, micro: MicroBatch, seed: int) -> tuple[Any, Any] | Non
 
 
 def _rehearse(
-    trainable: Trainable, micro: MicroBatch, world: World, log: Log, *, allow_unused: bool,
+    built: BuiltRun, compute: ForwardBackward, micro: MicroBatch, *, allow_unused: bool,
     checks: bool,
 ) -> proof.ForwardObservation:
     """Collective. Compute a forward and backward without synchronisation, to find parameters that
     only some ranks use: DDP would wait forever for their gradients."""
-    compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
+    world, log = built.context.world, built.context.log
+    state, buffers = built.state, built.trainable.boundary.buffers
     foreign: list[str] = []
 
     def look(outcome: Outcome) -> None:
@@ -224,8 +248,8 @@ def _rehearse(
     if checks:
         _refuse_on_all_ranks(foreign, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
     if not allow_unused and world.size > 1:
-        _refuse_unused(compute.model, world)
-    elif unused := _without_gradient(compute.model):
+        _refuse_unused(compute, world)
+    elif unused := _without_gradient(compute):
         log.warn_once(
             f"the loss of the first batch gives no gradient to {listed(unused)}, so it is not "
             "trained: use it, or freeze it (requires_grad_(False)). checkpoint() stops gradients "
@@ -236,16 +260,19 @@ def _rehearse(
     return proof.ForwardObservation.of(compute.objective)
 
 
-def _without_gradient(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+def _without_gradient(compute: ForwardBackward) -> list[str]:
+    others = set(compute.of.others)
+    return [n for n, p in compute.model.named_parameters()
+            if p.requires_grad and p.grad is None and p not in others]
 
 
-def _refuse_unused(model: nn.Module, world: World) -> None:
+def _refuse_unused(compute: ForwardBackward, world: World) -> None:
     """Collective. Refuse trainable parameters without a gradient."""
+    of = f" in the turn {compute.turn!r}" * bool(compute.turn)
     _refuse_on_all_ranks(
-        _without_gradient(model), world,
-        "--task: the loss of the first batch does not depend on the trainable parameters {}; "
-        "freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
+        _without_gradient(compute), world,
+        f"--task: the loss of the first batch{of} does not depend on the trainable parameters "
+        "{}; freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 
 
 def _refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
@@ -271,7 +298,11 @@ def _refuse_sparse_gradients(built: BuiltRun) -> None:
     """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
     sparse: dict[Tensor, str] = {p: name for name, p in built.setup.model.named_parameters()
                                  if p.grad is not None and p.grad.is_sparse}
-    problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
+    problems = [sparse_gradient_problem(
+        member.optimizer, member.clip or built.context.config.clip,
+        {p: n for p, n in sparse.items() if p in member.parameters} if name else sparse)
+        for name, member in members_of(built.setup.optimizer).items()]
+    problem = next(filter(None, problems), "")
     if why := next(filter(None, built.context.world.gather_json(problem)), ""):
         raise from_rank(0, ConfigError(f"{why}."))
 
@@ -320,9 +351,10 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
         # The length of an epoch is unknown: the first incomplete window ends it.
         min_samples = config.batch.global_size if config.data.drop_last == "on" else 1
     return Step(
-        compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
-        world=context.world, health=trainable.health, clip=config.clip,
-        status=context.status, reduction=trainable.reduction, min_samples=min_samples,
+        computes=trainable.computes, state=trainable.state, boundary=trainable.boundary,
+        facts=facts, world=context.world, health=trainable.health, clip=config.clip,
+        status=context.status, min_samples=min_samples,
+        after_step=getattr(built.setup.task, "after_step", None),
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 

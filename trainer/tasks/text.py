@@ -201,3 +201,24 @@ class Text(Section, prefix="task."):
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ConfigError(f"task.file {self.source}: {error}; set a text by "
                               "--task.file PATH.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonText(Text):
+    """Predict the next byte of a text; Muon trains the matrices of the blocks, AdamW the rest."""
+
+    muon_lr: float = setting(3e-3, "must_match", "> 0 and < inf")
+    """Peak rate of Muon, whose updates are scaled to the size of AdamW's."""
+    adamw_lr: float = setting(3e-3, "must_match", "> 0 and < inf")
+    """Peak rate of AdamW."""
+    weight_decay: float = setting(0.1, "must_match", ">= 0 and < inf")
+    """Weight decay of all parameters but biases and norms."""
+
+    def optimizers(self, model: GPT) -> dict[str, torch.optim.Optimizer]:
+        hidden = [p for p in model.blocks.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
+        groups = [{"params": [p for p in rest if p.dim() >= 2], "weight_decay": self.weight_decay},
+                  {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
+        return {"muon": torch.optim.Muon(hidden, lr=self.muon_lr, weight_decay=self.weight_decay,
+                                         adjust_lr_fn="match_rms_adamw"),
+                "adamw": torch.optim.AdamW(groups, lr=self.adamw_lr, betas=(0.9, 0.95), fused=True)}

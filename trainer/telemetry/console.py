@@ -95,6 +95,9 @@ class Console(Sink):
                  f"(validation; {self._where}training {train})"]
         self._log.info("  ".join(filter(None, parts)))
 
+    def text(self, text: str, step: int) -> None:
+        self._log.info(f"{self._step_label(step)}  {text}")
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -110,7 +113,8 @@ def _columns(
     """Loss, two metrics of the task, rate, norm of the gradient, speed."""
     metrics = [f"{k} {v:.3f}" for k, v in line.items() if k not in RESERVED and v is not None][:2]
     norm = line["grad_norm"]
-    return (_loss(line["loss"]), metrics, f"lr {line['lr']:.2e}",
+    turn = f"{line['turn']} " if "turn" in line else ""
+    return (turn + _loss(line["loss"]), metrics, f"lr {line['lr']:.2e}",
             f"norm {'-' if norm is None else f'{norm:.2f}'}",
             f"{line['samples'] / timing['step']:.0f} samples/s")
 

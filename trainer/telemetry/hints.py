@@ -208,8 +208,8 @@ class Hints(Sink):
 
     def _note(self, line: dict[str, Any]) -> None:
         step, (loss, norm, rate) = line["step"], map(line.get, ("loss", "grad_norm", "lr"))
-        if step % self._stride or loss is None or norm is None or rate is None:
-            return
+        if step % self._stride or loss is None or norm is None or rate is None or "turn" in line:
+            return  # losses of turns against each other need not fall
         if step == 1:
             self._first = loss
         self._points.append((step, loss, norm, rate, line.get("accuracy")))

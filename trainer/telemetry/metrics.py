@@ -22,14 +22,23 @@ from trainer.storage.jsonl import (
     read_records,
 )
 from trainer.storage.layout import LAST_STEP
-from trainer.storage.records import Kind, is_count, is_flag, is_number, list_of, optional
+from trainer.storage.records import (
+    Kind,
+    is_count,
+    is_flag,
+    is_number,
+    is_text,
+    list_of,
+    optional,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from trainer.run.evaluate import Scores
     from trainer.step import StepResult
 
-RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
-            "replaced")
+RESERVED = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
+            "skipped", "replaced")
 """Keys of a training line that are not metrics of the task."""
 
 
@@ -43,10 +52,17 @@ def _table(value: Any) -> bool:
         all(map(is_number, row)) if is_flat else _table(row)) for row in value)
 
 
+def _rates(value: Any) -> bool:
+    """A rate for each parameter group, or for each of several optimizers one or a list of them."""
+    in_list = list_of(is_number)
+    return in_list(value) or table_of(lambda rate: is_number(rate) or in_list(rate))(value)
+
+
 METRIC_LINE = Kind(
     needed={"step": is_count},
     known={"epoch": is_count, "samples": is_count, "replaced": is_count, "skipped": is_flag,
-           "lr": is_number, "lrs": list_of(is_number), "scale": is_number, "val_table": _table},
+           "lr": is_number, "lrs": _rates, "turn": is_text, "scale": is_number,
+           "val_table": _table},
     others=optional(is_number))
 """A line of metrics.jsonl."""
 LARGEST_TABLE = 10_000
@@ -72,6 +88,9 @@ class Sink:
     def picture(self, image: Any, step: int) -> None:
         """Show a picture (HxWx3 uint8) of a validation."""
 
+    def text(self, text: str, step: int) -> None:
+        """Show a text of a validation."""
+
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the settings and the final metrics of a complete run."""
 
@@ -81,11 +100,16 @@ class Sink:
 
 def step_line(result: StepResult) -> dict[str, Any]:
     """The line of a step. It depends on the run only: it contains no times."""
+    first = result.optimizers.index(result.turn) if result.turn else 0
     line: dict[str, Any] = {
-        "step": result.step, "epoch": result.epoch, "loss": _number(result.loss),
-        "lr": result.lrs[0], "grad_norm": _number(result.grad_norm), "samples": result.sums.samples,
+        "step": result.step, "epoch": result.epoch,
+        **({"turn": result.turn} if result.turn else {}),
+        "loss": _number(result.loss), "lr": result.lrs[first],
+        "grad_norm": _number(result.grad_norm), "samples": result.sums.samples,
     }  # fmt: skip
-    if len(set(result.lrs)) > 1:
+    if result.optimizers:
+        line["lrs"] = _named_rates(result)
+    elif len(set(result.lrs)) > 1:
         line["lrs"] = list(result.lrs)
     if result.scale is not None:
         line["scale"] = result.scale
@@ -97,6 +121,13 @@ def step_line(result: StepResult) -> dict[str, Any]:
     for name, (total, count) in result.sums.metrics.items():
         line[name] = _number(total / count) if count else None
     return line
+
+
+def _named_rates(result: StepResult) -> dict[str, float | list[float]]:
+    """Rate of each of several optimizers; a list if its parameter groups have several rates."""
+    rates = {name: [rate for owner, rate in zip(result.optimizers, result.lrs, strict=True)
+                    if owner == name] for name in result.optimizers}
+    return {name: found[0] if len(set(found)) == 1 else found for name, found in rates.items()}
 
 
 def validation_line(
@@ -251,9 +282,13 @@ class Metrics:
     def validation(self, line: dict[str, Any]) -> None:
         self._record(line, {})
 
-    def picture(self, image: Any, step: int) -> None:
+    def exhibit(self, made: Any, step: int) -> None:
+        """Show a picture or a text of a validation."""
         for sink in self._sinks:
-            sink.picture(image, step)
+            if isinstance(made, str):
+                sink.text(made, step)
+            else:
+                sink.picture(made, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:

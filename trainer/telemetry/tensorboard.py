@@ -9,7 +9,7 @@ import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ class EventFile:
     def image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
         self.write(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
 
-    def text(self, tag: str, text: str) -> None:
-        self.write(summary=self._summary.text(tag, text), step=0)
+    def text(self, tag: str, text: str, step: int = 0) -> None:
+        self.write(summary=self._summary.text(tag, text), step=step)
 
     def hparams(self, values: Mapping[str, Any]) -> None:
         # Without the first part, the page also finds the last values of all scalars.
@@ -104,7 +104,7 @@ class TensorBoard(Sink):
                  history: Iterable[dict[str, Any]] = (), class_names: Sequence[str] = (),
                  histograms_every: int = 0,
                  tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: ()) -> None:
-        self._folder, self._every, self._first = folder, every, first
+        self._folder, self._filter, self._first = folder, StepFilter(every), first
         self._is_validated, self._names = is_validated, class_names
         self._histograms_every, self._tensors = histograms_every, tensors
         self._norms = deque[float](maxlen=NORMS)  # since the last validation
@@ -136,9 +136,9 @@ class TensorBoard(Sink):
         if self._histograms_every and timing and step % self._histograms_every == 0:
             for tag, values in self._tensors():
                 self._training.histogram(tag, values, step)
-        if step == 1 or not step % self._every:
-            self._training.scalars({**_curves(train_scalars(line, timing)),
-                                    **(self._figures() if timing else {})}, step)
+        if self._filter.shows(line):
+            tags = _curves(train_scalars(line, timing), line.get("turn", ""))
+            self._training.scalars({**tags, **(self._figures() if timing else {})}, step)
             if not self._is_validated(step):
                 self._show_validation(step)
 
@@ -168,6 +168,10 @@ class TensorBoard(Sink):
     def picture(self, image: Any, step: int) -> None:
         self._training.image("images/validation", image, step)
 
+    def text(self, text: str, step: int) -> None:
+        # Indented, it is shown as it is, not as Markdown.
+        self._training.text("validation", "    " + text.replace("\n", "\n    "), step)
+
     def graph(self, definition: Any) -> None:
         """Show the graph of the model (a GraphDef)."""
         self._training.write(graph_def=definition.SerializeToString())
@@ -185,11 +189,11 @@ class TensorBoard(Sink):
             self._validation.close()
 
 
-def _curves(tags: Mapping[str, float]) -> dict[str, float]:
+def _curves(tags: Mapping[str, float], turn: str = "") -> dict[str, float]:
     """The tags of training or validation, as they are called in both."""
     names = {tag: tag.partition("/")[2] for tag in tags
              if tag.startswith(("train/", "validation/"))}
-    shown = ("loss", primary_metric(names.values()))
+    shown = (f"loss_{turn}" if turn else "loss", primary_metric(names.values()))
     new = {tag: f"{'curves' if name in shown else 'metrics'}/{name}" for tag, name in names.items()}
     return {new.get(tag) or CURVES.get(tag, tag): value for tag, value in tags.items()}
 
@@ -200,11 +204,39 @@ def train_scalars(line: dict[str, Any], timing: dict[str, float]) -> dict[str, f
             if k in ("loss", "replaced") or k not in RESERVED}
     tags |= {"optimizer/lr": line.get("lr"), "optimizer/grad_norm": line.get("grad_norm"),
              "optimizer/loss_scale": line.get("scale")}
-    tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
+    if "turn" in line:  # what the turns mean differs: a curve for each
+        tags = {f"{tag}_{line['turn']}": value for tag, value in tags.items()}
+    tags |= {f"optimizer/lr_{name}": rate for name, rate in _rates(line.get("lrs", ()))}
     if timing:
         tags["speed/samples_per_s"] = line["samples"] / timing["step"]
         tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
     return {k: v for k, v in tags.items() if v is not None}
+
+
+def _rates(lrs: Sequence[float] | Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Name and rate of each parameter group; of several optimizers, the optimizer's name."""
+    for name, rate in lrs.items() if isinstance(lrs, Mapping) else enumerate(lrs):
+        if isinstance(rate, list):
+            yield from ((f"{name}_{number}", value) for number, value in enumerate(rate))
+        else:
+            yield str(name), rate
+
+
+class StepFilter:
+    """Which training steps a sink shows: the first one, and each `every` steps. With turns, of each
+    turn the first step that is due."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._shown = every, dict[str, int]()
+
+    def shows(self, line: Mapping[str, Any]) -> bool:
+        step, turn = line["step"], line.get("turn")
+        if turn is None:
+            return step == 1 or not step % self._every
+        due = turn not in self._shown or step // self._every > self._shown[turn]
+        if due:
+            self._shown[turn] = step // self._every
+        return due
 
 
 def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -232,6 +264,10 @@ class GuardedSink(Sink):
     def picture(self, image: Any, step: int) -> None:
         if hasattr(self._sink, "picture"):
             self._call("picture", image, step)
+
+    def text(self, text: str, step: int) -> None:
+        if hasattr(self._sink, "text"):
+            self._call("text", text, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         self._call("finish", settings, figures, step)

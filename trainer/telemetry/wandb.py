@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from trainer.errors import ConfigError
 from trainer.storage.files import read_text, replace_text
 from trainer.telemetry import drawing
 from trainer.telemetry.metrics import Sink
-from trainer.telemetry.tensorboard import train_scalars, validation_scalars
+from trainer.telemetry.tensorboard import StepFilter, train_scalars, validation_scalars
 
 ID = "wandb-id"
 """File in the run folder with the id of the W&B run, so that a restart continues that run."""
@@ -38,7 +39,7 @@ class WandB(Sink):
     def __init__(self, path: Path, run_id: str, *, mode: str, every: int,
                  settings: Mapping[str, Any], class_names: Any = ()) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._every, self._names = every, class_names
+        self._filter, self._names = StepFilter(every), class_names
         id_file = path / ID
         if not id_file.exists():
             replace_text(id_file, run_id)
@@ -49,7 +50,7 @@ class WandB(Sink):
             settings=self._wandb.Settings(console="off", silent=True))
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        if line["step"] == 1 or not line["step"] % self._every:
+        if self._filter.shows(line):
             self._run.log(train_scalars(line, timing), step=line["step"])
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -61,6 +62,10 @@ class WandB(Sink):
 
     def picture(self, image: Any, step: int) -> None:
         self._run.log({"validation": self._wandb.Image(image)}, step=step)
+
+    def text(self, text: str, step: int) -> None:
+        shown = self._wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        self._run.log({"validation_text": shown}, step=step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         self._run.summary.update(dict(figures))

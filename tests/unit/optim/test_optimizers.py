@@ -6,7 +6,6 @@ import copy
 import math
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,25 +156,6 @@ def test_optimizers_of_torch_without_weight_decay_get_none(name):
                                           net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} doesn't"):
         optimizers.make_optimizer(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
-
-
-def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "schedules-and-optimizers.md").read_text()
-    (tmp_path / "muon.py").write_text(page.split("```python\n")[1].split("```")[0])
-    monkeypatch.syspath_prepend(tmp_path)
-    config = Optim(name="muon:MuonAdamW", lr=0.01)
-    model = net()
-    optimizer = optimizers.make_optimizer(config, model)
-    trained(model, optimizer, 3)
-    other = copy.deepcopy(model)
-    restored = optimizers.make_optimizer(config, other)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-    trained(model, optimizer, 3)
-    trained(other, restored, 3)
-
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-    assert not torch.equal(model[2].weight, net()[2].weight)
 
 
 class Own(torch.optim.Optimizer):

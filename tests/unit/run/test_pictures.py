@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from wandb_stand_in import StandIn
 
 from trainer.run.pictures import ANIMATION, Pictures
 from trainer.run.recorders import show_samples
+from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log
-from trainer.telemetry.tensorboard import TensorBoard
+from trainer.telemetry.metrics import Metrics
+from trainer.telemetry.tensorboard import GuardedSink, TensorBoard
+from trainer.telemetry.wandb import WandB
 
 
 def pictures(folder: Any, draw: Any, shown: list[Any]) -> Pictures:
@@ -47,6 +52,33 @@ def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator_or_buffer(tmp_pa
     path = tmp_path / "pictures" / "step-00000007.png"
     with Image.open(path) as image:
         assert np.asarray(image).tolist() == np.full((4, 6, 3), 40).tolist()
+
+
+def test_a_text_is_written_and_shown_in_every_sink(tmp_path, monkeypatch, capfd):
+    stand_in, received = StandIn(), []
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+
+    class Own:
+        def text(self, text: str, step: int) -> None:
+            received.append((step, text))
+
+    sinks = [TensorBoard(tmp_path / "board", every=1, first=0),
+             WandB(tmp_path, "abc", mode="offline", every=1, settings={}),
+             GuardedSink("--log.sinks mine:Own", Own, Log()),
+             Console(Log(), total=9, every=1, start=0, bar=False)]
+    metrics = Metrics()
+    metrics.show_in(sinks)
+    model = nn.Linear(1, 1)
+    taken = Pictures(draw=None, write=lambda model: f"a <b>\n{model.training}", model=model,
+                     folder=tmp_path / "pictures", show=metrics.exhibit, log=Log())
+
+    taken.take(4)
+
+    assert (tmp_path / "pictures/step-00000004.txt").read_text() == "a <b>\nFalse"
+    assert received == [(4, "a <b>\nFalse")]
+    assert stand_in.calls[-1] == ("log", 4, {"validation_text": "<pre>a &lt;b&gt;\nFalse</pre>"})
+    assert "step 4/9  a <b>" in capfd.readouterr().err
+    assert b"False" in next((tmp_path / "board/train").iterdir()).read_bytes()
 
 
 def fail(model: nn.Module) -> np.ndarray:

@@ -230,7 +230,7 @@ def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
     assert told.startswith("Foreign: collate_fn() isn't called; instead define collate(samples)")
     assert "training_step() isn't called; instead define loss(model, batch)" in told
     assert "configure_optimizers() isn't called; " in told
-    assert "alternating optimizers, as in a GAN, aren't supported" in told
+    assert "instead define optimizers(model), or parameter_groups(model)" in told
     assert uncalled_methods(Both()) == uncalled_methods(Made()) == ""
     with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
         check_task(Foreign())

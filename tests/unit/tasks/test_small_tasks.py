@@ -16,9 +16,10 @@ from trainer.data.batch import collate
 from trainer.errors import ConfigError
 from trainer.tasks.images import Images
 from trainer.tasks.photos import Photos
+from trainer.tasks.ring import Ring
 from trainer.tasks.shapes import Shapes
 from trainer.tasks.spiral import Spiral
-from trainer.tasks.text import NOT_COUNTED, Text
+from trainer.tasks.text import NOT_COUNTED, MuonText, Text
 from trainer.testing import check_task
 
 
@@ -26,7 +27,7 @@ from trainer.testing import check_task
     Spiral(label_smoothing=0.1), Shapes(images=16), Shapes(images=16, target="labels"),
     Shapes(images=16, target="labels", balanced=True),
     Shapes(images=16, loss_name="bce", balanced=True), Text(context=16, dropout=0.1),
-    Text(context=16, stream=True),
+    Text(context=16, stream=True), MuonText(context=16, width=16), Ring(points=64, width=8),
 ], ids=str)
 def test_a_shipped_task_passes_check_task(task):
     check_task(task)
@@ -39,7 +40,7 @@ def test_a_recipe_is_in_the_docs(recipe):
     assert f"`{recipe}`" in page
 
 
-@pytest.mark.parametrize("task", [Images(), Spiral(), Shapes(images=8),
+@pytest.mark.parametrize("task", [Images(), Spiral(), Ring(), Shapes(images=8),
                                   Shapes(images=8, target="labels")], ids=str)
 def test_a_picture_is_drawn_of_a_fresh_model(task):
     with torch.inference_mode():

@@ -179,13 +179,18 @@ def class_names(run: History, number: int) -> list[str]:
 def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
     several = len(runs) > 1
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        x, y = _downsample([(s["step"], s[key]) for s in run.steps if s.get(key) is not None])
-        averaged = key != "lr" and len(y) > MOST_PLAIN
-        if averaged:
-            axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
-            y = smooth(y, decay=1 - 50 / len(y))
-        axes.plot(x, y, color=color, linewidth=1.5,
-                  label=run.name if several else "training" + ", averaged" * averaged)
+        turns = sorted({s.get("turn", "") for s in run.steps}) or [""]
+        styles = itertools.cycle(("-", "--", ":"))  # of the turns
+        for turn, style in zip(turns, styles, strict=False):
+            x, y = _downsample([(s["step"], s[key]) for s in run.steps
+                                if s.get(key) is not None and s.get("turn", "") == turn])
+            averaged = key != "lr" and len(y) > MOST_PLAIN
+            if averaged:
+                axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
+                y = smooth(y, decay=1 - 50 / len(y))
+            label = run.name if several else "training" + ", averaged" * averaged
+            axes.plot(x, y, color=color, linewidth=1.5, linestyle=style,
+                      label=f"{label} ({turn})" if turn else label)
         validated = [(v["step"], v[f"val_{key}"]) for v in run.validations
                      if v.get(f"val_{key}") is not None]
         if validated:

@@ -1,0 +1,139 @@
+"""Several optimizers, turns, and the task's methods for the moments of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import run, steps, until_done, validations, weights
+
+from trainer import rng
+from trainer.commands.compare import differences
+from trainer.tasks.ring import Ring
+
+TASK = ("--task=turns_task:Turns", "--device=cpu", "--data.workers=0", "--batch.global-size=12",
+        "--batch.micro-size=2", "--steps=20", "--checkpoint.every=7", "--eval.every=4",
+        "--start-checks=on")  # fmt: skip
+
+
+def order_of(count: int, epoch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rng.mix(0, rng.ORDER, epoch))
+    return torch.randperm(count, generator=generator)
+
+
+def gan_by_hand(task: Ring, count: int) -> dict[str, torch.Tensor]:
+    """`count` steps of the usual loop in plain torch; the weights after them."""
+    rng.seed_all(0, rng.MODEL)
+    model, data = task.model(), task.dataset("train").tensors[0]
+    optimizers = task.optimizers(model)
+    batches = [rows for epoch in range(2) for rows in order_of(len(data), epoch).split(64)]
+    for step, rows in enumerate(batches[:count], 1):
+        turn = ("critic", "critic", "generator")[(step - 1) % 3]
+        optimizers[turn].zero_grad()
+        for number, micro in enumerate(rows.split(32)):
+            rng.seed_all(step, number, state=rng.mix(0, rng.MICRO))
+            real, made = data[micro], model.generator(torch.randn(32, task.latent))
+            if turn == "critic":
+                loss = (torch.nn.functional.softplus(-model.critic(real)).sum()
+                        + torch.nn.functional.softplus(model.critic(made.detach())).sum())
+            else:
+                loss = torch.nn.functional.softplus(-model.critic(made)).sum()
+            (loss / 64).backward()
+        optimizers[turn].step()
+    return model.state_dict()
+
+
+def test_a_gan_in_turns_has_the_bits_of_a_loop_written_by_hand(ranks, tmp_path):
+    folder = run(ranks, 1, tmp_path / "run", "ring", "--device=cpu", "--task.points=3520",
+                 "--task.width=16", "--task.critic-lr=0.002", "--batch.global-size=64",
+                 "--batch.micro-size=32", "--steps=100",
+                 "--eval.every=off", "--optim.ema=0")
+
+    task = Ring(points=3520, width=16, critic_lr=0.002, seed=0)
+    found, expected = weights(folder, 100), gan_by_hand(task, 100)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    lines = steps(folder)
+    assert [line["turn"] for line in lines[:4]] == ["critic", "critic", "generator", "critic"]
+    assert lines[0]["lrs"] == {"critic": 0.002, "generator": 0.001}
+    assert "made" in lines[0]
+    assert "made" not in lines[2]
+    assert [line["lr"] for line in lines[1:3]] == [0.002, 0.001]
+    assert "val_modes" in validations(folder)[-1]
+
+
+def test_two_optimizers_have_the_bits_of_a_plain_loop(ranks, tmp_path):
+    from turns_task import Turns
+
+    folder = run(ranks, 1, tmp_path / "run", *TASK, "--task.together", "--task.plain",
+                 "--batch.micro-size=12", "--schedule.warmup=off", "--schedule.min-ratio=0")
+
+    task = Turns(together=True, plain=True)
+    rng.seed_all(0, rng.MODEL)
+    model, (x, y) = task.model(), task.dataset("train").tensors
+    body, (head, *_) = task.optimizers(model).values()
+    batches = [rows for epoch in range(3) for rows in order_of(96, epoch).split(12)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        body, lambda n: (1 + torch.cos(torch.tensor((n + 1) / 20 * torch.pi, dtype=torch.float64))
+                         .item()) / 2)
+    for rows in batches[:20]:
+        for optimizer in (body, head):
+            optimizer.zero_grad()
+        ((model(x[rows]) - y[rows]).square().sum() / 12).backward()
+        torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)
+        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 1.0)
+        body.step()
+        head.step()
+        schedule.step()
+    found = weights(folder, 20)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("more", [
+    ["--optim.ema=0.9", "--nonfinite.spike-z=50", "--inject=nan:step=5:always"],
+    ["--task.together", "--schedule.name=one-cycle"],
+    pytest.param(["--parallel.find-unused=on"], marks=pytest.mark.long),
+], ids=["turns", "together", "find-unused"])
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(ranks, undisturbed, tmp_path, more):
+    kills = ("--inject=kill:rank=1:step=9:phase=backward",
+             "--inject=kill:rank=0:step=12:phase=step-end")
+
+    codes = until_done(ranks, 2, tmp_path / "run", *TASK, *more, *kills)
+
+    assert [1, -9] in codes
+    whole = [flag for flag in more if "inject" not in flag]
+    expected = undisturbed(2, *TASK, *more)
+    assert not list(differences(expected, tmp_path / "run"))
+    assert any(line.get("skipped") for line in steps(expected)) == (whole != more)
+
+
+def test_in_canonical_the_number_of_ranks_may_change(ranks, undisturbed, tmp_path):
+    arguments = [*TASK, "--parallel.reduction=canonical"]
+
+    until_done(ranks, [3, 2], tmp_path / "run", *arguments,
+               "--inject=kill:rank=1:step=9:phase=forward")
+
+    assert not list(differences(undisturbed(1, *arguments), tmp_path / "run"))
+
+
+@pytest.mark.parametrize("more", [["--optim.name=sgd"], ["--parallel.reduction=canonical"]])
+def test_unfreezing_has_the_bits_of_a_frozen_run_and_then_of_a_continued_one(
+    ranks, undisturbed, tmp_path, more
+):
+    """Until then as with --freeze; a killed run has the bits of an undisturbed one."""
+    arguments = [*TASK, "--task=small_task:Small", "--eval.every=off", "--freeze=body.*", *more]
+    late = [*arguments, "--freeze-until=10"]
+    sizes = [3, 2] if "canonical" in more[0] else 2
+
+    until_done(ranks, sizes, tmp_path / "run", *late,
+               "--inject=kill:rank=1:step=9:phase=backward", "--inject=kill:rank=0:step=14")
+    frozen = run(ranks, 1, tmp_path / "frozen", *arguments)
+
+    whole = undisturbed(2, *late)
+    assert not list(differences(whole, tmp_path / "run"))
+    losses = [[line["loss"] for line in steps(folder)] for folder in (frozen, whole)]
+    assert losses[0][:10] == pytest.approx(losses[1][:10], abs=1e-6)
+    assert losses[0][12:] != pytest.approx(losses[1][12:], abs=1e-4)
+    for name in ("body.0.weight", "body.1.running_mean"):
+        first, then = (weights(folder, 7)[name] for folder in (frozen, whole))
+        assert torch.equal(first, then)
+        assert not torch.equal(then, weights(whole, 20)[name])
