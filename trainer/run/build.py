@@ -258,7 +258,8 @@ def _make_trainable(
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
-        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
+        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None,
+                            mode=setup.choice.mode)
     until = config.freeze_until.steps(epoch=setup.lengths.epoch, total=setup.lengths.total)
     make = partial(_make_computes, context, setup, boundary, state)
     computes = Computes(turns=make(FrozenAtFirst()), frozen_until=until,
