@@ -37,6 +37,7 @@ def in_scratch_folder(argv: Sequence[str], command: str) -> Iterator[Config[Any]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         yield dataclasses.replace(
             config, run=str(Path(folder) / "run"), resume="auto", inject=(),
+            checkpoint=dataclasses.replace(config.checkpoint, mirror=None, mirror_every="auto"),
             log=dataclasses.replace(
                 config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
                 graph="off", wandb="off", hints_off=("all",)))

@@ -430,6 +430,8 @@ def to_toml(config: Config[Any]) -> str:
     table = _to_table(config, "")
     for name in ONE_START:
         table.pop(name, None)
+    for name in ("mirror", "mirror_every"):  # another start from this file is another run
+        table["checkpoint"].pop(name, None)
     table["task"] = {_TASK_KEY: task_path(config.task), **table["task"]}
     # In TOML, a key that follows a table would belong to it.
     return tomli_w.dumps(dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict))))

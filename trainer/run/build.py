@@ -98,7 +98,8 @@ def build(
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
                   timing=recorders.timing, mirror=folder.mirror,
-                  validation_clock=Clock(config.eval.every_s if validations else 0.0))
+                  validation_clock=Clock(config.eval.every_s if validations else 0.0,
+                                         expired=resumption.found is not None))
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validations=validations, test=test,
                     recorders=recorders, guard=guard)

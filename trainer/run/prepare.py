@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
@@ -19,7 +19,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
-from trainer.data.map_dataset import KeyedSamples, in_memory
+from trainer.data.map_dataset import KeyedSamples, Limited, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
@@ -228,7 +228,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
     limit = config.data.limit
     if limit is None or data is None or isinstance(data, IterableDataset) or len(data) <= limit:
         return data
-    return Subset(data, range(limit))
+    return Limited(data, range(limit))
 
 
 def make_model(
