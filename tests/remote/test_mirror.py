@@ -11,7 +11,7 @@ pytest.importorskip("obstore", reason="the extra trainer[remote] is not installe
 from mirrors import RUN, Cut, FaultyStore, Machine, newest
 
 from trainer.checkpoint import mirror_uploads
-from trainer.checkpoint.mirror import Mirror, MirrorEntry, Owner
+from trainer.checkpoint.mirror import Mirror, MirrorEntry, MirrorSource, Owner
 from trainer.errors import CheckpointDamaged, MirrorTaken
 from trainer.storage import layout
 from trainer.storage.object_store import AccessDenied, ObjectStore, StoreError
@@ -155,6 +155,33 @@ def test_an_answer_that_is_lost_after_a_conditional_write_is_not_taken_for_anoth
     machine.upload(1)
 
     assert steps(machine.store) == [1]
+
+
+def test_an_answer_that_is_lost_in_a_rollback_is_not_taken_for_another_start(store, machine):
+    fence, replace = machine.uploads.fence, store.replace
+
+    def forget(key, data, version):
+        replace(key, data, version)
+        raise Cut("timed out")
+
+    store.replace = forget
+    with pytest.raises(Cut):
+        fence.raise_to(2)
+    store.replace = replace
+    fence.raise_to(2)
+
+    assert fence.owner.generation == Mirror(store).owner()[0].generation == 2
+
+
+def test_a_start_that_died_after_the_download_gets_the_records_next_time(tmp_path, store, machine):
+    machine.upload(1)
+    source = MirrorSource(Mirror(store), owner=None, entries=Mirror(store).entries(), products=[],
+                          log=machine.log, claim=lambda: None)
+    (tmp_path / "second").mkdir()
+
+    source.restore_records(source.entries[0], tmp_path / "second")
+
+    assert (tmp_path / "second" / layout.EVENTS).exists()
 
 
 def test_a_rollback_raises_the_generation_of_the_fence(tmp_path, store, machine):

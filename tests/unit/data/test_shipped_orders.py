@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from trainer.config.schema import SAMPLERS, Data
-from trainer.data.map_dataset import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples, Limited
 from trainer.data.order import SHIPPED, UserOrder, make_order
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
 from trainer.errors import ConfigError
@@ -154,6 +154,15 @@ def test_copies_of_a_sample_have_random_draws_of_their_own() -> None:
 def test_what_is_missing_is_named_with_the_remedy(name: str, data: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--data.sampler {name}: .*{message}"):
         order_of(name, data)
+
+
+def test_a_limit_leaves_the_task_its_own_data_set_and_a_mixture_is_refused() -> None:
+    some = Limited(samples(60, spread=[0] * 10 + [1] * 50), range(20))
+    order = order_of("balanced", some, labels=lambda data: data.spread)
+
+    assert set(order(0, np.arange(200)).tolist()) <= set(range(20))
+    with pytest.raises(ConfigError, match=r"--data.limit: .*mixture"):
+        order_of("mixture", Limited(mixture(1, 0.5, 0.5), range(20)))
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -115,3 +115,15 @@ def test_missing_arguments_and_too_many_values_are_refused() -> None:
 
 def test_a_task_may_use_the_name_otherwise() -> None:
     assert task_metrics(SimpleNamespace(metrics=("accuracy",))) == {}
+
+
+def test_what_a_metric_remembers_beside_its_states_does_not_reach_the_next_validation() -> None:
+    states = MetricStates(SimpleNamespace(metrics=lambda: {
+        "acc": wrappers.MinMaxMetric(classification.BinaryAccuracy())}), CPU)
+    found = []
+    for target in ([1, 1], [1, 0]):
+        states.begin()
+        states.add(0, (torch.tensor([1, 1]), torch.tensor(target)))
+        found.append(states.compute(World(LaunchInfo(), CPU, 1)))
+
+    assert found[1]["acc_max"] == found[1]["acc_raw"] == 0.5
