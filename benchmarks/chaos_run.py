@@ -111,8 +111,7 @@ def train(watch: Watch, *, limit_s: float) -> Result:
     wall_s = time.monotonic() - began_s
     if left := watch.wait_gone():
         problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    starts = (read_json(watch.folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
-    return Result(fired=watch.fired(), starts=starts, launches=launches, wall_s=wall_s,
+    return Result(fired=watch.fired(), starts=watch.starts(), launches=launches, wall_s=wall_s,
                   folder=watch.folder, problem=problem)
 
 
@@ -165,6 +164,12 @@ class Watch:
     def _happened(self, fault: Fault, starts: int) -> bool:
         """Whether the ranks were started again after a strike."""
         return self._starts > starts
+
+    def starts(self) -> int:
+        """How often all ranks were started: seen here or, if some were too short, in run.json. A
+        mirror does not know the starts that could not reach it."""
+        attempt = (read_json(self.folder / IDENTITY) or {"attempt": -1})["attempt"]
+        return max(self._starts, attempt + 1)
 
     def wait_gone(self) -> set[int]:
         """Processes of the run that still live after `GONE_S`."""
