@@ -10,8 +10,10 @@ from pathlib import Path
 from benchmarks.chaos_plan import LOSSES, NETWORK, Fault, Run
 from benchmarks.chaos_run import Launcher, Watch, kill
 from benchmarks.chaos_store import BUCKET, FaultyStore
-from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 from trainer.resilience import processes
+from trainer.storage.layout import EVENTS
+from trainer.telemetry.events import read_events
 
 REFUSED = "only one may continue the run"
 """In the message of a start, or of an attempt, that another start has superseded."""
@@ -31,6 +33,7 @@ class MirrorWatch(Watch):
         self._twin: int | None = None
         self._launched_s = 0.0
         self._twins_decided = False
+        self._twins_problem: str | None = None
         store.calm()
 
     def start(self) -> int:
@@ -49,19 +52,25 @@ class MirrorWatch(Watch):
             return code
         codes = {self.folder: code, self._other: super().follow(self._twin, until_s=until_s)}
         self._twin = None
+        complete = [folder for folder, ended in codes.items() if ended == EXIT_COMPLETE]
+        refused = [folder for folder, ended in codes.items() if ended == EXIT_CONFIG
+                   and REFUSED in folder.with_suffix(".log").read_text()]
         if None in codes.values():
             return None
-        told = [folder for folder, ended in codes.items() if ended == EXIT_CONFIG
-                and REFUSED in " ".join(folder.with_suffix(".log").read_text().split())]
-        complete = [folder for folder, ended in codes.items() if ended == EXIT_COMPLETE]
-        self._twins_decided = len(told) == len(complete) == 1
-        if self._twins_decided:
+        if len(complete) == len(refused) == 1:
+            self._twins_decided = True
             self.folder = complete[0]
-        # If both are complete, the second has found a finished run.
-        return EXIT_COMPLETE if self._twins_decided or len(complete) == 2 else max(
-            ended for ended in codes.values() if ended is not None)
+            return EXIT_COMPLETE
+        # The second may have found a finished run, if it was late. Else both have computed.
+        first, second = map(_attempts, codes)
+        if len(complete) == 2 and (first <= second or second <= first):
+            return EXIT_COMPLETE
+        self._twins_problem = f"of two launchers at once, not one was refused: {[*codes.values()]}"
+        return code or EXIT_FAILURE
 
     def problem(self, code: int) -> str | None:
+        if self._twins_problem is not None:
+            return self._twins_problem
         if self._loss is not None and code == -signal.SIGKILL:
             self.wait_gone()
             if self.folder.exists():
@@ -106,3 +115,9 @@ class MirrorWatch(Watch):
         self._loss, self.killed_launcher = fault.kind, True
         kill([launcher, self._launcher.server(launcher), *ranks])
         return True
+
+
+def _attempts(folder: Path) -> set[str]:
+    """The attempts whose steps a run folder has."""
+    return {event["nonce"] for event in read_events(folder / EVENTS)
+            if event["event"] == "first-step"}
