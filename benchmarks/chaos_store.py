@@ -59,7 +59,7 @@ class FaultyStore:
         return float(self._call("last_hit_s")) >= moment_s
 
     def calm(self) -> None:
-        """End all faults."""
+        """End all faults, and let a held upload go on."""
         self._call("calm")
 
     def hold(self, folder: str) -> None:
@@ -125,6 +125,7 @@ class _Server:
         for fault in self._faults:
             fault.until_s = 0.0
         self._held_folder = None
+        self.release()
 
     def hold(self, folder: str) -> None:
         self._held_folder = f"/{folder}/"
