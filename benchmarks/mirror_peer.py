@@ -13,8 +13,14 @@ import time
 import warnings
 from typing import Any
 
+from benchmarks import reporting
+
 
 def main() -> None:
+    parser = reporting.parser("mirror_peer", __doc__)
+    parser.add_argument("url", metavar="URL", help="where to save")
+    parser.add_argument("megabytes", metavar="MEGABYTES", type=float, help="size of a save")
+    options = parser.parse_args()
     import pytorch_lightning as pl
     import s3fs  # noqa: F401  (fsspec finds it by the URL)
     import torch
@@ -23,7 +29,7 @@ def main() -> None:
     from benchmarks.synthetic_state import make_subject
 
     warnings.simplefilter("ignore")
-    url, subject = sys.argv[1], make_subject(float(sys.argv[2]))
+    url, subject = options.url, make_subject(options.megabytes)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -48,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reporting.finish(main)

@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,3 +39,16 @@ def undisturbed(ranks, tmp_path_factory) -> Callable[..., Path]:
 
     return functools.cache(lambda size, *flags, **options: run(
         ranks, size, tmp_path_factory.mktemp("undisturbed") / "run", *flags, **options))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A `servers.S3Server`, which the environment variables name."""
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    from servers import S3Server
+
+    made = S3Server()
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()

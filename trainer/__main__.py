@@ -22,9 +22,12 @@ COMMANDS = {
     "predict": "what a checkpoint's model gives for each sample",
     "export": "a checkpoint's model as files for others, read back and compared",
     "report": "what happened in one or more runs: a page with plots, and the plots",
+    "runs": "runs side by side: the settings that differ, and the scores",
     "lr-find": "a range test of the learning rate",
     "profile": "where the time of a step goes",
 }
+DRY_RUN = "--dry-run"
+"""In place of training, after the arguments of a run: a flag that is a command."""
 MODULES = {"report": "report.report"}
 """Command → its module, if their names differ."""
 
@@ -41,18 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:  # not for ranks of `python -m launch`, which may outlive it
             check_current_folder("trainer")
             use_utf8()
-        if arguments and arguments[0] in COMMANDS:
+        command = DRY_RUN if DRY_RUN in arguments else arguments[0] if arguments else ""
+        if command in COMMANDS or command == DRY_RUN:
             from importlib import import_module
 
             from trainer.config.command_line import check_not_empty
 
             check_not_empty(arguments)
-            name = arguments[0].replace("-", "_")
-            if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not encode all letters
+            rest = arguments if command == DRY_RUN else arguments[1:]
+            name = command.lstrip("-").replace("-", "_")
+            if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+                # The locale may not encode all letters.
                 sys.stdout.reconfigure(errors="backslashreplace")
             with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
-                return int(module.main(arguments[1:]))
+                return int(module.main(rest))
     except ConfigError as error:
         print(f"error: {writable(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -71,7 +77,7 @@ def preload(argv: Sequence[str]) -> int:
     """Import, parse and read what all ranks need; returns the exit code: 0, or 2 after a printed
     error. `python -m launch` calls this once, in the server that ranks are forked from: it runs no
     tensor operation, starts no thread and uses no device."""
-    if argv and argv[0] in COMMANDS:
+    if argv and (argv[0] in COMMANDS or DRY_RUN in argv):
         return 0
 
     import safetensors.torch  # noqa: F401

@@ -82,6 +82,12 @@ class TooManyBadSamples(TrainerError):
     exit_code = EXIT_CONFIG
 
 
+class LossDidNotFall(TrainerError):
+    """A run with --overfit has not learned its one batch."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CheckpointDamaged(TrainerError):
     """A checkpoint doesn't match its manifest; the message names the difference."""
 

@@ -251,6 +251,7 @@ class Step:
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
         self._epochs: EpochCalls | None = state.parts.get("epoch")
+        self._own_generators = rng.find_generators(self.after_step) if self.after_step else []
         self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
@@ -361,13 +362,13 @@ class Step:
         key = rng.mix(self.state.seed, rng.MICRO)
         if self.own_update:
             rng.seed_all(step, UPDATE, state=key, devices=on_device)
-        if step == self.computes.frozen_until + 1 > 1:
+        if 0 < self.computes.frozen_until < step:  # the first of these steps may be skipped
             fill_momentum(self.optimizer)
         self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
         self.schedule.step()
         if self.after_step is not None:
             rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
-            rng.key(rng.find_generators(self.after_step), self.state.seed, rng.MICRO, step,
+            rng.key(self._own_generators, self.state.seed, rng.MICRO, step,
                     AFTER_STEP)
             with torch.no_grad():
                 self.after_step(self.compute.model, step)

@@ -279,9 +279,11 @@ def _check_gradients(case: _Case) -> Iterator[str]:
         others = TurnParameters(optimizer_of(Optim(), model, case.task), case.turn).others
     outcome = case.outcome(model, case.whole)
     total, _ = check_outcome(outcome)
-    if foreign := foreign_leaves(total, model):
-        yield FOREIGN.format(listed(foreign))
+    foreign = foreign_leaves(total, model)
     total.backward()
+    del outcome, total
+    if lasting := [text for leaf, text in foreign if leaf() is not None]:
+        yield FOREIGN.format(listed(lasting))
     trainable = {n: p.grad for n, p in model.named_parameters()
                  if p.requires_grad and all(p is not other for other in others)}
     if missing := [name for name, gradient in trainable.items() if gradient is None]:

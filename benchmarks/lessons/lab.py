@@ -48,6 +48,7 @@ RECIPES = (
     Recipe("clip", ("--clip.norm=2",)),  # or what the norms of one-cycle say
     Recipe("accumulate", ("--batch.micro-size=32",)),
     Recipe("bf16", ("--precision.dtype=bf16",), kept=False),
+    Recipe("fp16", ("--precision.dtype=fp16",), kept=False),
     Recipe("checkpoints", ("--checkpoint.every=50", "--checkpoint.keep=1")),
     # In the middle of the third epoch, of 75 steps.
     Recipe("killed", ("--inject=kill:rank=1:step=187:phase=backward",), kept=False),
@@ -83,14 +84,17 @@ def seconds(run: Path) -> float:
 def report(run: Path, epochs: int) -> dict[str, Any]:
     """The figures of a finished run."""
     lines = read_metrics(run / METRICS)
-    norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+    # fp16: a step that overflowed has none
+    norms = [line["grad_norm"] for line in lines if line.get("grad_norm") is not None]
     late = norms[len(norms) // 2:]
     summary = json.loads((run / "summary.json").read_text())
     return {
         "test": summary["test"]["accuracy"],
         "validation": next(line["val_accuracy"] for line in reversed(lines)
                            if "val_accuracy" in line),
-        "epoch_s": seconds(run) / epochs, "norms": norms, "percentiles": percentiles(late),
+        "epoch_s": (epoch_s := seconds(run) / epochs),
+        "samples_s": sum(line.get("samples", 0) for line in lines) / epochs / epoch_s,
+        "norms": norms, "percentiles": percentiles(late),
         "clipped": {limit: (share(norms, limit), share(late, limit)) for limit in LIMITS},
     }  # fmt: skip
 
@@ -123,10 +127,11 @@ def histogram(norms: Sequence[float], width: int = 40) -> str:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """A row for each step of the lab."""
-    header = ["step", "test", "validation", "s an epoch",
+    header = ["step", "test", "validation", "s an epoch", "samples/s",
               *[f"> {limit:g}: all / late" for limit in LIMITS], "95th, 99th percentile, late"]
     return reporting.table(header, [
         [name, f"{r['test']:.3f}", f"{r['validation']:.3f}", f"{r['epoch_s']:.1f}",
+         f"{r['samples_s']:,.0f}",
          *[f"{all_:.0%} / {late:.0%}".replace("%", " %") for all_, late in r["clipped"].values()],
          f"{r['percentiles'][95]:.2f}, {r['percentiles'][99]:.2f}"]
         for name, r in found.items()])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -251,13 +253,45 @@ def test_the_tested_versions_are_within_the_ranges_and_complete():
         assert version in ranges[name], name
 
 
-def test_the_image_is_made_of_files_of_the_checkout_and_has_the_jobs_name():
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the Dockerfile, in order."""
     text = (LAUNCH / "kubernetes/Dockerfile").read_text()
-    copied = [name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
-              for name in line.split()]
+    lines = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines if line)]
+
+
+def test_the_image_is_made_of_files_of_the_checkout_and_has_the_jobs_name():
+    copied = [name for kind, rest in instructions() if kind == "COPY" for name in rest.split()[:-1]]
+    text = (LAUNCH / "kubernetes/Dockerfile").read_text()
 
     assert {"trainer", "launch", "pyproject.toml", "constraints.txt"} < set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
     (image,) = re.findall(r"docker build -t (\S+)", text)
     assert {container["image"].partition(":")[0] for _, container in job_specs().values()} == {
         image}
+
+
+def test_the_image_file_can_be_built_and_its_entry_point_is_that_of_the_jobs():
+    found = instructions()
+    names = [name for name, _ in found]
+    first = names.index("FROM")
+    assert {*names} == {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "USER",
+                        "ENTRYPOINT", "CMD"}
+    assert {*names[:first]} == {"ARG"}, "only ARG may come before FROM"
+    known = set[str]()
+    for number, (name, rest) in enumerate(found):
+        # An ARG of before FROM is known to FROM alone.
+        known = set() if number == first + 1 else known
+        assert set(re.findall(r"\$\{?([A-Z_]+)", rest)) <= known, rest
+        if name in ("ARG", "ENV"):
+            known |= set(re.findall(r"([A-Z_]+)=", rest))
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+    (base,) = (rest for name, rest in found[:first] if rest.startswith("BASE="))
+    assert re.fullmatch(r"BASE=[a-z]+:[\w.-]+", base), "no host"
+
+    entry = json.loads(dict(found)["ENTRYPOINT"])
+    assert {tuple(container["command"]) for _, container in job_specs().values()} == {tuple(entry)}
+    shown = subprocess.run([sys.executable, *entry[1:], *json.loads(dict(found)["CMD"])], cwd=ROOT,
+                           capture_output=True, text=True, check=True)
+    assert "--nproc-per-node" in shown.stdout

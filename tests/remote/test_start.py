@@ -15,7 +15,7 @@ from trainer.checkpoint.mirror import Mirror, MirrorSource
 from trainer.checkpoint.restore import find_checkpoint
 from trainer.config.schema import Checkpoint, Config
 from trainer.distributed.world import LaunchInfo, World
-from trainer.errors import ConfigError, MirrorFailed, MirrorTaken
+from trainer.errors import MirrorFailed, MirrorTaken
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import mirroring
@@ -80,7 +80,7 @@ def test_damage_in_the_mirror_leads_to_the_one_before_and_a_dead_network_to_a_re
 
 def test_a_launcher_that_restarts_its_ranks_needs_no_mirror_but_takes_none_back(
         tmp_path, machine, monkeypatch):
-    monkeypatch.setattr(ObjectStore, "open", lambda url: machine.store)
+    monkeypatch.setattr(ObjectStore, "open", lambda url, create=True: machine.store)
     mine = LaunchInfo(run_id="x", launch_id="mine")
     world = World(mine, torch.device("cpu"), 1)
     other = World(dataclasses.replace(mine, launch_id="other"), torch.device("cpu"), 1)
@@ -102,5 +102,5 @@ def test_a_launcher_that_restarts_its_ranks_needs_no_mirror_but_takes_none_back(
     machine.store.before = cut
     assert look(world).entries == ()
     assert "the mirror can't be reached" in machine.console.getvalue()
-    with pytest.raises(ConfigError, match=r"no route to host\. Check the URL"):
+    with pytest.raises(MirrorFailed, match=r"no route to host\. Check the URL.* a restart tries"):
         look(other)

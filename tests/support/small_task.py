@@ -96,6 +96,24 @@ class Answers(Small):
         return Outcome(*losses.named("cross-entropy")(logits, batch[1]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Spoken(Small):
+    """Answers that are no tensors, in a form that `kind` names."""
+
+    kind: str = "strings"
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        chosen = model(batch[0]).argmax(1)
+        words = ["abc"[n] * (n + 1) for n in chosen.tolist()]
+        boxes = [torch.full((n + 1, 2), float("nan")) for n in chosen.tolist()]
+        answers: dict[str, Any] = {
+            "strings": words, "named": {"word": words, "class": chosen},
+            "objects": [Answer(box, box.sum(), None, ()) for box in boxes],
+            "dicts": [{"boxes": box, "word": word} for box, word in zip(boxes, words, strict=True)],
+            "foreign": [object() for _ in words], "short": words[1:]}
+        return answers[self.kind]
+
+
 class Classifier(nn.Sequential):
     """A model of grey images, for --task.model."""
 

@@ -93,6 +93,10 @@ class MirrorEntry:
         return f"{layout.step_name(self.step)} in the mirror"
 
 
+class NotAMirror(StoreError):
+    """The objects under the URL are not those of a mirror."""
+
+
 class Mirror:
     """Reads a mirror. All methods raise StoreError if the store can't be reached, and
     CheckpointDamaged if an object is missing or not what its manifest says.
@@ -128,7 +132,7 @@ class Mirror:
         except ValueError:
             owner = None
         if why := _OWNER.problem(owner):
-            raise StoreError(f"the object {OWNER} is not that of a mirror: {why}")
+            raise NotAMirror(f"the object {OWNER} is not that of a mirror: {why}")
         return Owner(**owner), found[1]
 
     def entries(self, kind: str = CHECKPOINTS) -> list[MirrorEntry]:
@@ -192,7 +196,7 @@ class Mirror:
                     known = set(data.splitlines())
                     data += b"".join(line for line in path.read_bytes().splitlines(keepends=True)
                                      if line.rstrip(b"\n") not in known)
-                replace_bytes(path, [data])
+                replace_bytes(path, [data], mode=0o600 if name == layout.CONFIG else 0o666)
 
     def fetch_product(self, entry: MirrorEntry, folder: Path) -> None:
         """Write product and records of a finished run into a run folder."""
@@ -258,11 +262,15 @@ class MirrorSource:
     def restore_records(self, entry: MirrorEntry, folder: Path) -> None:
         """If a checkpoint was fetched, write the metric lines and events of its run, and the
         product if the run ended with it, into the run folder. Raises MirrorFailed."""
-        if entry not in self._fetched:
+        # An earlier start may have ended after the download of its checkpoint and before this.
+        if entry not in self._fetched and (
+                entry not in self.entries or (folder / layout.METRICS).exists()):
             return
+        self._claim()
         try:
             with self._reached() as mirror:
-                mirror.fetch_records(entry, folder, LINES)
+                mirror.fetch_records(entry, folder, [n for n in LINES if n != layout.METRICS])
+                mirror.fetch_records(entry, folder, [layout.METRICS])  # last: it says all are here
                 for product in self._products:
                     if product.step == entry.step:
                         mirror.fetch_product(product, folder)

@@ -49,8 +49,9 @@ class Fence:
     def check(self) -> Version:
         """Raise MirrorTaken unless this attempt is still the owner."""
         found = self.mirror.owner()
-        if found is None or found[0] != self.owner:
+        if found is None or found[0].nonce != self.owner.nonce:
             raise self._taken(None if found is None else found[0])
+        self.owner = found[0]  # the answer to an own swap may have been lost
         return found[1]
 
     def raise_to(self, generation: int) -> None:

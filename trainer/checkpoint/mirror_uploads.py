@@ -119,14 +119,15 @@ class MirrorUploads:
             if last is None or self.error is not None:
                 return last is None
             self._forecast(last, left_s())
-            self._is_last = True
+            self._is_last, began_s = True, self._clock()
             self._changed.notify_all()
             while self._waiting is not None or self._active is not None:
-                failing_s = self._clock() - (self._failing_since_s or self._clock())
+                now_s = self._clock()
+                failing_s = now_s - max(self._failing_since_s or now_s, began_s)
                 if left_s() <= 0 or failing_s > END_LIMIT_S or not self._thread.is_alive():
                     break
                 self._changed.wait(0.1)
-            else:
+            if self.error is not None or (self._waiting is None and self._active is None):
                 return self.error is None
         why = self.failure or "the time was too short"
         self._log.event("mirror-left-out", at_step=last.step, why=why)

@@ -163,6 +163,9 @@ class TrainState:
             # The parts load what they saved; torch and the task's optimizer have their own.
             raise CheckpointDamaged(
                 f"{STATE}: a part can't load it: {type(error).__name__}: {error}") from error
+        if "epoch" in self.parts and "epoch" in saved.parts:  # else the task has got `epoch` since
+            # Calls the task, whose errors are no damage.
+            self.parts["epoch"].load_state_dict(saved.parts["epoch"])
 
     def _load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         self.load_weights(tensors, saved)
@@ -173,8 +176,8 @@ class TrainState:
         if self.scaler.is_enabled() and saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
         for name, part in self.parts.items():
-            if name == "epoch" and name not in saved.parts:
-                continue  # the task has got its `epoch` since
+            if name == "epoch":
+                continue  # see `load`
             if name not in saved.parts:
                 raise CheckpointDamaged(f"{STATE} has no entry {name!r} in 'parts'")
             part.load_state_dict(saved.parts[name])

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = command_line.split(parser, argv)
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     if reader.choice.compile:
-        reader.model.compile()
+        reader.model.compile(mode=reader.choice.mode)
     step, averaged, found = reader.weights.step, bool(reader.weights.average), {}
     _, validation, test, *named = splits_of(reader.task)
     for split in (validation, *named, test):

@@ -31,10 +31,12 @@ from trainer.storage import files, layout, tensorfile
 from trainer.telemetry.events import Log
 
 SAFETENSORS = "model.safetensors"
-FILES = {"safetensors": SAFETENSORS, "program": "model.pt2"}
-TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
+FILES = {"safetensors": SAFETENSORS, "program": "model.pt2", "hf": "config.json"}
+TOLERANCE = {"safetensors": 0.0, "program": 1e-4, "hf": 0.0}
 """Largest difference of an output, relative to max(1, the largest output). Loaded weights run the
 same code; an exported program uses other operations."""
+PROCESSORS = ("tokenizer", "processor", "image_processor", "feature_extractor")
+"""Attributes of a task that `--format hf` writes beside the model, by their `save_pretrained`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     parser = command_line.saved_run_parser(
         "export", "Export the model of a checkpoint: its weights (safetensors, plain names) or a "
         "torch.export program of its forward in fp32, for batches of any size if the model allows "
-        "it. Each file is read back and evaluated on a batch of the run's data; it is kept only "
+        "it, or by save_pretrained (hf), with the task's tokenizer. "
+        "Each file is read back and evaluated on a batch of the run's data; it is kept only "
         "if the output is the same. Exit code 0: it is; 1: it differs; 2: the export failed.")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--format", action="append", choices=list(TOLERANCE),
@@ -50,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float, help="largest difference, relative to the "
                         "largest output and 1; default: 0 for safetensors, 1e-4 for a program")
     options, overrides = command_line.split(parser, argv)
+    if {"hf", "safetensors"} <= {*(options.format or ())}:
+        raise ConfigError(f"--format hf: it writes {SAFETENSORS} too; omit --format safetensors.")
     if options.tolerance is not None and not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
@@ -76,14 +81,14 @@ def _export(
     """Write a file and read it back; returns its description, or None if its output differs."""
     name = FILES[kind]
     with TemporaryDirectory(dir=folder, prefix=".") as aside:
-        write = _write_program if kind == "program" else _write_safetensors
-        again, notes = write(reader, call, Path(aside) / name)
+        again, notes = WRITERS[kind](reader, call, Path(aside) / name)
         difference = _difference(_tensors(call.output), _tensors(again))
         summary = f"{folder / name}: largest difference {difference:.3g}"
         if not difference <= tolerance:
             Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
             return None
-        (Path(aside) / name).rename(folder / name)
+        for path in Path(aside).iterdir():
+            path.rename(folder / path.name)
     print(summary + "".join(f", {key} {notes[key]}" for key in notes))
     return {"difference": difference, "tolerance": tolerance, **notes}
 
@@ -172,3 +177,29 @@ def _difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> floa
             largest = max(1.0, float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()))
             worst = max(worst, float(apart.nan_to_num(math.inf).max()) / largest)
     return worst
+
+
+def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
+    model: Any = reader.model
+    folder = path.parent
+    parts: list[Any] = [model, *(getattr(reader.task, name, None) for name in PROCESSORS)]
+    if not (hasattr(model, "save_pretrained") and hasattr(model, "from_pretrained")):
+        raise ConfigError(f"--format hf: the model, a {type(model).__name__}, has no "
+                          "save_pretrained and from_pretrained; use --format safetensors.")
+    try:
+        for part in parts:
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        again = type(model).from_pretrained(folder).to(reader.world.device)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--format hf: saving a {type(model).__name__} and reading it back "
+                          f"raised {type(error).__name__}: {error}. Use --format safetensors."
+                          ) from error
+    again.eval()
+    return _output(again, call), {"files": listed(sorted(p.name for p in folder.iterdir()))}
+
+
+WRITERS = {"safetensors": _write_safetensors, "program": _write_program, "hf": _write_pretrained}
+"""Format → what writes it and returns the output of the model read back, and notes."""

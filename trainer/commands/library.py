@@ -93,7 +93,7 @@ def train(config: Config[Any]) -> Trained:
     try:
         try:
             with _process_settings_restored():
-                (_train_as_rank if as_rank else _train_in_process)(config)
+                (_train_as_rank if as_rank else train_in_process)(config)
         finally:
             gc.collect()  # the objects of a run form reference cycles and hold device memory
         return _load_result(config)
@@ -150,7 +150,7 @@ def _train_as_rank(config: Config[Any]) -> None:
     stop.uninstall()
 
 
-def _train_in_process(config: Config[Any]) -> None:
+def train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
     log.hide(secret_texts(config))

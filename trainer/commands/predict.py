@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,8 @@ from trainer.run.saved_run import (
 from trainer.storage import files, layout
 from trainer.telemetry.events import Log, writable
 
+Row = dict[str, Any]
+"""The outputs of a batch by name: a tensor with a row for each sample, or a list with an entry."""
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
 REMEDY = "choose a file that can be written"
@@ -38,11 +41,13 @@ def main(argv: Sequence[str]) -> int:
         "order of the data set: the result of the task's predict(model, batch), or the output of "
         "the model in its loss. A safetensors file has `index` (N) and `output` (N rows), or "
         "several outputs by name; a .jsonl file has one line {\"index\": …, \"output\": …} for "
-        "each sample, and the outputs may differ in size.")
+        "each sample; the outputs may differ in size, and be strings, "
+        "lists and dicts.")
     parser.add_argument("--split", help="any split that the task's dataset() accepts; default: "
                         "test, or validation if there is no test set")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
-                        help="default: RUN/predictions/SPLIT-step-N.safetensors")
+                        help="default: RUN/predictions/SPLIT-step-N.safetensors, or .jsonl if an "
+                        "output is no tensor")
     options, overrides = command_line.split(parser, argv)
     if options.out is not None:
         _check_path(options.out)
@@ -52,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
-    name = f"{split}-{layout.step_name(step)}.safetensors"
+    kind = KINDS[not all(isinstance(column, Tensor) for column in rows[0].values())]
+    name = f"{split}-{layout.step_name(step)}{kind}"
     out = options.out or Path(options.run, "predictions", name)
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
     encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
@@ -75,7 +81,7 @@ def _check_path(out: Path) -> None:
             raise PermissionError(f"{out.parent} can't be written to")
 
 
-def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
+def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[Row]]:
     """Return the name of the split, and the outputs of each batch by name."""
     evaluator = None
     for name in (split,) if split else ("test", "validation"):
@@ -90,54 +96,108 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
         raise ConfigError(f"--split {name}: the task has no such data (dataset({name!r}) is None "
                           "or empty).")
     predict = getattr(reader.task, "predict", None)
-    rows: list[dict[str, Tensor]] = []
-    left_out: dict[str, str] = {}
+    batches: list[tuple[Any, int]] = []
     for micro in evaluator.every_batch():
         batch = to_device(micro.batch, reader.world.device)
         with reader.evaluating(micro.spec.number):
             output = predict(reader.model, batch) if predict else record_first_call(
                 reader.model, reader.task.loss, batch).output
-        found, others = _sort_out(output, micro.samples)
-        if others and (predict or not found):
-            _refuse("predict()" if predict else "the model", others, micro.samples)
-        rows.append(found)
-        left_out |= others
-    if not rows:
+        batches.append((_on_cpu(output, micro.samples), micro.samples))
+    if not batches:
         raise ConfigError(f"--split {name}: the stream has no samples.")
+    return name, _columns(batches, of_task=predict is not None)
+
+
+class LeftOut(str):
+    """The form of an output without a row for each sample, in its place: it is not kept."""
+
+    __slots__ = ()
+
+
+def _on_cpu(value: Any, samples: int, *, in_list: bool = False) -> Any:
+    """An output with its tensors on the CPU, and dicts in place of mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        is_kept = in_list or value.shape[:1] == (samples,)
+        return value.detach().cpu() if is_kept else LeftOut(str(tuple(value.shape)))
+    if is_dataclass(value) and not isinstance(value, type | Mapping):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(item, samples, in_list=in_list) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(item, samples, in_list=True) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_on_cpu(item, samples, in_list=in_list) for item in value)
+    return value if in_list or value is None else LeftOut(type(value).__name__)
+
+
+def _columns(batches: Sequence[tuple[Any, int]], *, of_task: bool) -> list[Row]:
+    """The outputs of each batch by name, of those with an entry for each sample in all batches: a
+    row of a tensor or an entry of a list."""
+    origin, whole = "predict()" if of_task else "the model", _lists_of_samples(batches)
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for output, samples in batches:
+        leaves = output_leaves(output, whole=whole)
+        if INDEX in leaves:
+            raise ConfigError(f"--task: an output is named {INDEX}, which is the name of the "
+                              "sample numbers in the file; give the task a method predict(model, "
+                              "batch) that uses another name.")
+        row = {name: leaf for name, leaf in leaves.items() if name in whole or (
+            isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,))}
+        others = {name: _form(leaf) for name, leaf in leaves.items() if name not in row}
+        if others and (of_task or not row):
+            _refuse(origin, others, samples)
+        rows.append(row)
+        left_out |= others
     written = set(rows[0]).intersection(*rows)
     left_out |= {key: "in some batches only" for row in rows for key in row.keys() - written}
     if not written:
-        _refuse("the model", left_out, micro.samples)
+        _refuse(origin, left_out, batches[-1][1])
     if left_out:
         Log().info("not written, since these outputs of the model have no row for each sample: "
                    + listed(f"{key} ({form})" for key, form in left_out.items()))
-    return name, [{key: row[key] for key in rows[0] if key in written} for row in rows]
+    return [{key: row[key] for key in rows[0] if key in written} for row in rows]
 
 
-def _sort_out(output: Any, samples: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the outputs of a batch with one row for each sample by name, on the CPU, and the form
-    of the others."""
-    leaves = output_leaves(output)
-    if INDEX in leaves:
-        raise ConfigError(f"--task: an output is named {INDEX}, which is the name of the sample "
-                          "numbers in the file; give the task a method predict(model, batch) that "
-                          "uses another name.")
-    found = {name: leaf.detach().cpu() for name, leaf in leaves.items()
-             if isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)}
-    return found, {
-        name: str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
-        for name, leaf in leaves.items() if name not in found}
+def _form(leaf: Any) -> str:
+    """The shape of a tensor, or the type of another output."""
+    if isinstance(leaf, LeftOut):
+        return leaf
+    return str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _lists_of_samples(batches: Sequence[tuple[Any, int]]) -> set[str]:
+    """Names of the lists that have an entry for each sample in all batches. A list of tensors which
+    all have a row for each sample is a list of several outputs."""
+    found = [{name: value for name, value in _lists(output) if len(value) == samples}
+             for output, samples in batches]
+    names = set(found[0]).intersection(*found)
+    return {name for name in names if not all(
+        isinstance(entry, Tensor) and entry.shape[:1] == (samples,)
+        for (_, samples), lists in zip(batches, found, strict=True) for entry in lists[name])}
+
+
+def _lists(output: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """The lists of an output by name, those in its dicts too."""
+    if isinstance(output, list):
+        yield path or "output", output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            yield from _lists(value, f"{path}.{key}" if path else str(key))
 
 
 def _refuse(origin: str, others: Mapping[str, str], samples: int) -> NoReturn:
     forms = listed(f"{name} ({form})" for name, form in others.items()) or "None"
     raise ConfigError(
         f"--task: for a batch of {samples} samples {origin} returned {forms}, not a tensor with "
-        "one row for each sample; give the task a method predict(model, batch) that returns one, "
-        "or several by name.")
+        "one row for each sample or a list with one entry for each; give the task a method "
+        "predict(model, batch) that returns one, or several by name.")
 
 
-def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _stacked(rows: list[Row]) -> dict[str, Tensor]:
+    if others := [name for name, column in rows[0].items() if not isinstance(column, Tensor)]:
+        raise ConfigError(f"--out: {listed(others)} is no tensor, and a safetensors file holds "
+                          "only tensors; write to a .jsonl file.")
     try:
         tensors = {name: torch.cat([row[name] for row in rows]).contiguous() for name in rows[0]}
     except RuntimeError as error:
@@ -146,21 +206,32 @@ def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {INDEX: torch.arange(sum(map(_size, rows))), **tensors}
 
 
-def _lines(rows: list[dict[str, Tensor]]) -> Iterator[bytes]:
+def _lines(rows: list[Row]) -> Iterator[bytes]:
     index = 0
     for row in rows:
         for position in range(_size(row)):
-            values = {name: _to_json(value[position].tolist()) for name, value in row.items()}
+            values = {name: _to_json(column[position]) for name, column in row.items()}
             yield (json.dumps({INDEX: index, **values}, allow_nan=False) + "\n").encode()
             index += 1
 
 
-def _to_json(numbers: Any) -> Any:
-    """Replace NaN and infinity by None: JSON has neither."""
-    if isinstance(numbers, list):
-        return [_to_json(number) for number in numbers]
-    return numbers if math.isfinite(numbers) else None
+def _to_json(value: Any) -> Any:
+    """A value of tensors, numbers, strings, lists and dicts as JSON, which has neither NaN nor
+    infinity: they become null."""
+    if hasattr(value, "tolist"):  # a tensor or an array
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*map(_to_json, value)]
+    raise ConfigError(f"--task: the output for a sample has a {type(value).__name__}, which JSON "
+                      "can't represent; give the task a method predict(model, batch) that returns "
+                      "tensors, numbers, strings, lists and dicts of them.")
 
 
-def _size(row: dict[str, Tensor]) -> int:
+def _size(row: Row) -> int:
     return len(next(iter(row.values())))

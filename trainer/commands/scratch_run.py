@@ -8,10 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config import command_line
 from trainer.config.fields import Duration
-from trainer.config.schema import Schedule
+from trainer.config.schema import Config, Schedule
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.optim.precision import set_determinism
@@ -26,6 +27,23 @@ from trainer.telemetry.status import Phase
 
 
 @contextlib.contextmanager
+def in_scratch_folder(argv: Sequence[str], command: str) -> Iterator[Config[Any]]:
+    """The configuration of a new run in a temporary folder, from the arguments of a training run;
+    its console shows warnings only. Refuses to be one of several ranks."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(f"{command} runs in one process; start it without a launcher, as python "
+                          "-m trainer.")
+    config, off = command_line.parse_config(argv), Duration(0)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        yield dataclasses.replace(
+            config, run=str(Path(folder) / "run"), resume="auto", inject=(),
+            checkpoint=dataclasses.replace(config.checkpoint, mirror=None, mirror_every="auto"),
+            log=dataclasses.replace(
+                config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
+                graph="off", wandb="off", hints_off=("all",)))
+
+
+@contextlib.contextmanager
 def scratch_run(
     argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
 ) -> Iterator[Run]:
@@ -33,18 +51,13 @@ def scratch_run(
 
     Its weights are newly initialized, the schedule is constant, and nothing is saved.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")
-    config, off, log = command_line.parse_config(argv), Duration(0), Log(level="warning")
-    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+    off, log = Duration(0), Log(level="warning")
+    with in_scratch_folder(argv, f"trainer {command}") as config:
         scratch = dataclasses.replace(
-            config, run=str(Path(folder) / "run"), steps=steps, epochs=None, resume="auto",
-            inject=(), schedule=Schedule(name="constant", warmup=off),
+            config, steps=steps, epochs=None, overfit=None,
+            schedule=Schedule(name="constant", warmup=off),
             checkpoint=dataclasses.replace(config.checkpoint, every=off),
-            eval=dataclasses.replace(config.eval, every=off, best="auto"),
-            log=dataclasses.replace(
-                config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
-                graph="off", wandb="off", hints_off=("all",)))
+            eval=dataclasses.replace(config.eval, every=off, best="auto"))
         set_determinism(config.numerics.deterministic == "on")
         with World.form(device=config.device, threads=config.world.threads,
                         launch=LaunchInfo()) as world:

@@ -250,6 +250,8 @@ class Training:
         finally:
             if self.guard is not None and self.guard.mirror is not None and not restarts:
                 self.guard.mirror.drain(left_s)
+                if self.guard.mirror.error is not None:  # of the fence: refused at the last upload
+                    raise self.guard.mirror.error
 
     def _survive(self, guard: Guard, error: BaseException) -> None:
         """Save what can be saved after an error. Raises StopRequested in place of an error that

@@ -54,8 +54,9 @@ _USUAL = {
 }  # fmt: skip
 """Flag name in other trainers → name here."""
 _REPLACES = {
-    "steps": ("epochs",), "epochs": ("steps",), "clip.norm": ("clip.value",),
-    "clip.value": ("clip.norm",), "schedule.name": ("schedule.min_ratio", "schedule.options"),
+    "steps": ("epochs",), "epochs": ("steps",), "overfit": ("steps", "epochs"),
+    "clip.norm": ("clip.value",), "clip.value": ("clip.norm",),
+    "schedule.name": ("schedule.min_ratio", "schedule.options"),
     "optim.name": tuple(f"optim.{field}" for field in (
         "weight_decay", "betas", "eps", "momentum", "nesterov", "options"))}
 """Flag → settings of the recipe that belong to another choice than the flag's, and are dropped."""
@@ -76,6 +77,7 @@ A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
 --task NAME|module:Class selects the task ({tasks}, or your own);
 its fields are the flags --task.FIELD.
 
+--dry-run walks through the run in a few steps: stop, save, restore, validation, export.
 --quiet shows only warnings and errors (--log.level warning).
 --run is accepted for --run-dir, except under torchrun, which takes it for its own --run-path.
 """
@@ -127,7 +129,7 @@ def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") 
     if config.run is None:
         of_task = task_name is not None and recipe == DEFAULT_RECIPE
         name = str(task_name).rpartition(":")[2].lower() if of_task else Path(recipe).stem
-        config = dataclasses.replace(config, run=f"runs/{name}")
+        config = dataclasses.replace(config, run=f"runs/{name}{'-overfit' * bool(config.overfit)}")
     to_toml(config)  # raises if a value can't be written, before anything has started
     return config
 
@@ -428,6 +430,8 @@ def to_toml(config: Config[Any]) -> str:
     table = _to_table(config, "")
     for name in ONE_START:
         table.pop(name, None)
+    for name in ("mirror", "mirror_every"):  # another start from this file is another run
+        table["checkpoint"].pop(name, None)
     table["task"] = {_TASK_KEY: task_path(config.task), **table["task"]}
     # In TOML, a key that follows a table would belong to it.
     return tomli_w.dumps(dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict))))

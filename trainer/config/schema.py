@@ -75,6 +75,8 @@ class Data(Section, prefix="data."):
     """weighted, balanced (each class as often), like-length (batches of like length) or mixture (of
     data sets with weights); or your own order, as module:Class (called with the data set and seed=;
     its objects with the epoch and an array of places in it; they return sample indices)."""
+    limit: int | None = setting(None, "must_match", ">= 1")
+    """Train on the first samples of the training data only, this many; for small runs."""
     stream_resume: Literal["auto", "state", "read-through"] = setting("auto", "may_change")
     """How a restart finds its place in a stream. auto: by the state of the source, which is tried
     at the start; without one, by reading through. state: also by one that brings back other samples
@@ -201,8 +203,10 @@ class Precision(Section, prefix="precision."):
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "may_change")
     """auto: bf16 autocast on CUDA with bf16 units, else fp32. fp16 uses a gradient scaler."""
-    compile: Literal["auto", "on", "off"] = setting("auto", "may_change")
-    """torch.compile; auto: on CUDA only."""
+    compile: Literal["auto", "on", "off", "reduce-overhead", "max-autotune"] = setting(
+        "auto", "may_change")
+    """torch.compile; auto: on CUDA only. The last two are its modes: CUDA graphs, and these with
+    kernels chosen by their speed, which needs --numerics.deterministic off."""
     channels_last: Literal["auto", "on", "off"] = setting("auto", "may_change")
     """channels_last memory layout; auto: on if the model has 2-D convolutions."""
     loss_scale: float = setting(65536.0, "may_change", "> 0 and <= 1e38")
@@ -435,6 +439,9 @@ class Config(Section, Generic[TaskT]):
     """Length of the run in optimizer steps (global batches)."""
     epochs: int | None = setting(None, "may_change", ">= 1")
     """Length of the run in epochs, instead of --steps; 5 if neither is given."""
+    overfit: int | None = setting(None, "may_change", ">= 2")
+    """Train on the first global batch alone, for this many steps and without validation, and check
+    that its loss falls: a task that can't learn one batch learns nothing."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
     resume: str = setting("auto", "ignored")
@@ -479,6 +486,12 @@ class Config(Section, Generic[TaskT]):
         self.check(self.run is None or bool(self.run.strip()), "run", "give the path of a folder.")
         self.check(self.steps is None or self.epochs is None, "steps",
                    f"--epochs {self.epochs} sets the length of the run too; give one of them.")
+        if self.overfit is not None:
+            self._plan_overfit(self.overfit)
+        self.precision.check(
+            self.numerics.deterministic == "off" or self.precision.compile != "max-autotune",
+            "compile", "it chooses kernels by their speed, so a restart could have other bits; add "
+            "--numerics.deterministic off, or use on.")
         self.check(not self.freeze_until.value or bool(self.freeze), "freeze_until",
                    "nothing is frozen; add --freeze PATTERN.")
         for text in self.inject:
@@ -488,6 +501,19 @@ class Config(Section, Generic[TaskT]):
             self.check(
                 name.replace("-", "_") in known or name.startswith("task."), "accept",
                 f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.", name)
+
+    def _plan_overfit(self, steps: int) -> None:
+        """Set the length and the data of a run on one batch."""
+        size = self.batch.global_size
+        self.check(self.epochs is None and self.steps in (None, steps), "overfit",
+                   "it is the length of the run; omit --steps and --epochs.")
+        self.check(self.data.limit in (None, size) and self.data.sampler is None, "overfit",
+                   "it trains on the first global batch; omit --data.limit and --data.sampler.")
+        self.check(not getattr(self.task, "turns", ()), "overfit", "the task's turns have losses "
+                   "that need not fall; use --data.limit and --steps for a small run.")
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "data", dataclasses.replace(
+            self.data, limit=size, shuffle="off", order="auto"))
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""

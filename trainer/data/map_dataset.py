@@ -266,6 +266,10 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
     return [id(one) for one in listeners]
 
 
+class Limited(Subset[Any]):
+    """The first samples of the data set of a task, by --data.limit."""
+
+
 def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
     """The data set inside plain `Subset`s, and the indices of each subset, outermost first."""
     maps = []

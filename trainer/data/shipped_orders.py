@@ -14,6 +14,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, Subset
 
 from trainer import rng
+from trainer.data.map_dataset import Limited
 from trainer.data.order import KeyedPermutation
 from trainer.errors import ConfigError
 
@@ -28,6 +29,8 @@ def column(task: Any, dataset: Any, name: str, *others: str) -> Any:
     """The value of each sample: `task.name(dataset)`, or an attribute of the data set of this or
     another name; None if there is none."""
     if callable(own := getattr(task, name, None)):
+        if isinstance(dataset, Limited):  # the task knows its own data set
+            return np.asarray(own(dataset.dataset))[: len(dataset)]
         return own(dataset)
     for attribute in (name, *others):
         if (found := getattr(dataset, attribute, None)) is not None and not callable(found):
@@ -165,6 +168,9 @@ class Mixture:
     repeats = True
 
     def __init__(self, dataset: Any, *, seed: int, task: Any = None) -> None:
+        if isinstance(dataset, Limited):
+            raise ConfigError("--data.limit: --data.sampler mixture needs the whole data sets, and "
+                              "the first samples may be of one of them; omit one of the flags.")
         if not isinstance(dataset, ConcatDataset):
             raise ConfigError(f"--data.sampler mixture: the training data are a "
                               f"{type(dataset).__name__}; return a torch.utils.data.ConcatDataset "

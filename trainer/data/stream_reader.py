@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class StreamSpec:
     collate: Collate = batches.collate
     whole: bool = False
     """Read a data set with `lane()` by its `__iter__` too."""
+    limit: int | None = None
+    """Samples of an epoch, over all iterators; those of the first windows."""
     read_through: bool = False
     """Ignore the states of sources: read from the start of the epoch up to a position."""
 
@@ -54,6 +57,14 @@ class StreamSpec:
     def samples_per_window(self) -> int:
         """Samples that one iterator contributes to a window."""
         return self.lanes * self.micro_size // self.iterators
+
+    def samples_of(self, iterator: int) -> float:
+        """Largest number of samples that an iterator yields in an epoch."""
+        if self.limit is None or not self.per_lane:
+            return math.inf if self.limit is None else self.limit
+        windows, rest = divmod(self.limit, self.lanes * self.micro_size)
+        last = min(max(rest - iterator * self.micro_size, 0), self.micro_size)
+        return windows * self.micro_size + last
 
     def iterators_of(self, lanes: Sequence[int]) -> list[int]:
         """Numbers of the iterators that read these lanes."""
@@ -139,6 +150,9 @@ class LaneIterator:
         of the stream, and none after it."""
         taken: list[tuple[int, Any]] = []
         while len(taken) < self._spec.samples_per_window and not self._ended:
+            if self._place >= self._spec.samples_of(self.number):
+                self._ended = True
+                break
             self._key(self._place)
             with self._named("reading"):
                 try:

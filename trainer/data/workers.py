@@ -22,11 +22,14 @@ from trainer.data.sample_errors import (
     summarize_exception,
     this_worker,
 )
+from trainer.errors import ConfigError
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.stop_signals import STOP_SIGNALS
 
 T = TypeVar("T")
 
+ANSWER_S = 90.0
+"""Longest wait for what a forked process has computed."""
 SMALL = 128 << 10
 """Size limit in bytes for sending a tensor through a loader process's pipe. Larger tensors go
 through shared memory, which needs a new connection to the process for each tensor (1 ms)."""
@@ -103,6 +106,12 @@ def call_in_child(function: Callable[[], T], *, daemon: bool) -> T:
     process.start()
     sender.close()
     try:
+        if not receiver.poll(ANSWER_S):
+            process.kill()
+            raise ConfigError(
+                f"--task: a forked process read no sample of the training stream in {ANSWER_S:g} s,"
+                " as if the data set had begun a thread before its __iter__, which a fork does not "
+                "copy; begin threads there, or use --start-checks off.")
         result, error = receiver.recv()
     except EOFError:
         result, error = None, "the process died"

@@ -67,8 +67,10 @@ def members_of(optimizer: torch.optim.Optimizer) -> dict[str, Member]:
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give all parameters of an SGD a momentum if one has it: the fused kernel needs all."""
     for member in members_of(optimizer).values():
+        if not isinstance(member.optimizer, torch.optim.SGD):
+            continue
         has_state = [bool(optimizer.state.get(p)) for p in member.parameters]
-        if isinstance(member.optimizer, torch.optim.SGD) and any(has_state):
+        if any(has_state):
             for parameter, has in zip(member.parameters, has_state, strict=True):
                 if not has:
                     optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}

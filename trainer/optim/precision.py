@@ -26,10 +26,13 @@ class PrecisionPolicy:
     dtype: torch.dtype
     compile: bool
     channels_last: bool
+    mode: str | None = None
+    """The mode of `torch.compile`; None: its default."""
 
     def __str__(self) -> str:
         names = {dtype: name for name, dtype in DTYPES.items()}
-        return (names[self.dtype] + (" compiled" if self.compile else " eager")
+        return (names[self.dtype] + (" compiled" if self.compile else " eager") + (
+            f" ({self.mode})" if self.mode else "")
                 + " channels_last" * self.channels_last)
 
 
@@ -62,10 +65,11 @@ def resolve(config: Precision, model: nn.Module, device: torch.device, *, eager:
     if dtype is torch.float16 and device.type == "mps":
         raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
                           "or fp32.")
-    compiled = device.type == "cuda" if config.compile == "auto" else config.compile == "on"
+    compiled = device.type == "cuda" if config.compile == "auto" else config.compile != "off"
+    mode = None if eager or config.compile in ("auto", "on", "off") else config.compile
     convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
     return PrecisionPolicy(
-        dtype=dtype, compile=compiled and not eager,
+        dtype=dtype, compile=compiled and not eager, mode=mode,
         channels_last=(convolutional if config.channels_last == "auto"
                        else config.channels_last == "on"))
 

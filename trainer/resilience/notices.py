@@ -11,6 +11,7 @@ learn.microsoft.com/azure/virtual-machines/linux/scheduled-events.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -76,7 +77,7 @@ class _Metadata:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise NoAnswer(f"{self._address} doesn't answer: {error}") from None
 
     def _get(self, path: str, headers: dict[str, str]) -> str:
@@ -189,9 +190,12 @@ class Command:
         """Start the command; where `setpriv` is installed it dies with this process."""
         bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self._started_s = time.monotonic()
-        self._process = subprocess.Popen(
-            [*bound, "/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            self._process = subprocess.Popen(
+                [*bound, "/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            raise NoAnswer(f"this command can't be started: {error}") from None
 
 
 PROVIDERS: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}

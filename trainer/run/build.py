@@ -98,7 +98,8 @@ def build(
                   faults=trainable.faults, state=trainable.state, boundary=trainable.boundary,
                   checkpoint=trainable.checkpoint, loader=loader, metrics=folder.metrics,
                   timing=recorders.timing, mirror=folder.mirror,
-                  validation_clock=Clock(config.eval.every_s if validations else 0.0))
+                  validation_clock=Clock(config.eval.every_s if validations else 0.0,
+                                         expired=resumption.found is not None))
     return BuiltRun(context=context, setup=setup, folder=folder, resumption=resumption,
                     trainable=trainable, loader=loader, validations=validations, test=test,
                     recorders=recorders, guard=guard)
@@ -258,7 +259,8 @@ def _make_trainable(
     if setup.choice.compile:
         # Compile for each size separately: after a second size, torch would generate code for any
         # size, which rounds differently, and a restart has seen only one. The names stay plain.
-        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
+        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None,
+                            mode=setup.choice.mode)
     until = config.freeze_until.steps(epoch=setup.lengths.epoch, total=setup.lengths.total)
     make = partial(_make_computes, context, setup, boundary, state)
     computes = Computes(turns=make(FrozenAtFirst()), frozen_until=until,

@@ -20,7 +20,11 @@ from trainer.run.run import Run
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.files import display_path
 from trainer.telemetry.classification import per_class
+from trainer.telemetry.metrics import read_metrics
 from trainer.telemetry.status import Phase
+
+FEW = 5
+"""Number of losses of the first and the last steps that `--overfit` compares."""
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
@@ -54,6 +58,7 @@ def update_best(
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     world, log, path = run.context.world, run.context.log, run.context.path
+    config = run.context.config
     progress, best = run.state.progress, run.state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
@@ -69,11 +74,13 @@ def finish(run: Run) -> dict[str, Any]:
                 f"stopped on request during the test of the best weights; all {progress.step} "
                 "steps are saved, and the same command finishes the run")
     summary = _summary(run, weights, scores)
+    if config.overfit is not None:
+        judged = world.fail_together(partial(_judge_overfit, run) if world.is_main else lambda: {})
+        summary["overfit"] = world.broadcast_json(judged)
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    config = run.context.config
     chosen = settings(config)
     plain = {name: chosen[name] for name, _, change in config.leaves() if change != "ignored"}
     run.folder.metrics.finish(plain, figures, progress.step)
@@ -87,7 +94,19 @@ def finish(run: Run) -> dict[str, Any]:
         log.warning(f"--inject {text}: the injected fault was never reached")
     for line in run_dir.closing_lines(summary, display_path(path)):
         log.info(line)
+    run_dir.check_overfit(summary)
     return summary
+
+
+def _judge_overfit(run: Run) -> dict[str, Any]:
+    """Whether the loss fell: each of the last losses is below each of the first ones, which noise
+    does not do."""
+    run.folder.metrics.sync()
+    losses = [line["loss"] for line in read_metrics(run.context.path / layout.METRICS)
+              if line.get("loss") is not None]
+    few = max(1, min(FEW, len(losses) // 2))
+    return {"first": losses[0], "last": losses[-1], "steps": len(losses),
+            "fell": max(losses[-few:]) < min(losses[:few])}
 
 
 def _write(run: Run, summary: dict[str, Any]) -> None:

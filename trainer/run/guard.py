@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -30,11 +31,12 @@ from trainer.telemetry.step_timing import StepTiming
 
 
 class Clock:
-    """Measures whether `every_s` seconds (0: never due) have passed since the last start."""
+    """Measures whether `every_s` seconds (0: never due) have passed since the last start. In a run
+    that goes on nobody knows when that was, so it is due at once (`expired`)."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float, *, expired: bool) -> None:
         self._every_s = every_s
-        self.restart()
+        self._started_s = -math.inf if expired else time.monotonic()
 
     def restart(self) -> None:
         self._started_s = time.monotonic()

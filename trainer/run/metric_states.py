@@ -7,6 +7,7 @@ has the same bits for any number of ranks. Sums of integers, exact in any order,
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -94,7 +95,8 @@ class MetricStates:
                 value = world.all_sum(count).to(default.dtype)
             setattr(module, state, value)
         for name, metric in self.metrics.items():
-            found |= dict(_values(name, metric.cpu().compute()))
+            # A copy: what compute() changes besides the states would reach the next validation.
+            found |= dict(_values(name, copy.deepcopy(metric).cpu().compute()))
         # Ranks on other processors may round differently, and must not decide alone.
         return dict(world.broadcast_json(found))
 
@@ -121,7 +123,7 @@ def _merge(name: str, module: Any, state: str) -> Callable[[Any, Any], Any]:
     """How a state of two batches is merged."""
     from torchmetrics import utilities  # an extra: only a task with such metrics needs it
 
-    reduction = module._reductions[state]
+    reduction = vars(module)["_reductions"][state]  # no public name
     if isinstance(module.metric_state[state], list):
         if reduction in (utilities.dim_zero_cat, None):
             return operator.add

@@ -11,6 +11,7 @@ from trainer.checkpoint.mirror import (
     FINISHED,
     Mirror,
     MirrorSource,
+    NotAMirror,
     Owner,
 )
 from trainer.checkpoint.mirror_uploads import MirrorUploads
@@ -18,13 +19,13 @@ from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, MirrorTaken
+from trainer.errors import ConfigError, MirrorFailed, MirrorTaken
 from trainer.run import run_dir
 from trainer.run.context import Context
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import replace_json
-from trainer.storage.object_store import StoreError
+from trainer.storage.object_store import AccessDenied, Missing, StoreError
 from trainer.storage.records import is_number, read_json
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
@@ -48,9 +49,12 @@ def look(context: Context, claim: Callable[[], object]) -> MirrorSource:
             products=mirror.entries(FINISHED), log=log, claim=claim)
     except StoreError as error:
         if not restarted:
-            raise ConfigError(
-                f"--checkpoint.mirror {url}: {error}. Check the URL and the provider's environment "
-                "variables (docs/remote.md), or omit the flag to train without a mirror.") from None
+            text = (f"--checkpoint.mirror {url}: {error}. Check the URL and the provider's "
+                    "environment variables (docs/remote.md), or omit the flag to train without a "
+                    "mirror")
+            if isinstance(error, AccessDenied | Missing | NotAMirror):
+                raise ConfigError(f"{text}.") from None
+            raise MirrorFailed(f"{text}; a restart tries again") from None
         log.warning("the mirror can't be reached, so the checkpoints of this disk are used: "
                     f"{error}")
         return MirrorSource(mirror)
@@ -101,7 +105,7 @@ def take(uploads: MirrorUploads | None, identity: RunIdentity, generation: int, 
     try:
         uploads.fence.take(owner)
     except StoreError as error:
-        if not _is_restarted(path, launch):
+        if isinstance(error, AccessDenied) and not _is_restarted(path, launch):
             raise ConfigError(f"--checkpoint.mirror {url}: it can't be written: {error}. Check the "
                               "permissions (docs/remote.md).") from None
         log.warning(f"the mirror can't be written now: {error}. The training goes on, and the "

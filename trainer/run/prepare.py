@@ -19,7 +19,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
-from trainer.data.map_dataset import KeyedSamples, in_memory
+from trainer.data.map_dataset import KeyedSamples, Limited, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
@@ -96,7 +96,7 @@ class Setup:
         return StreamSpec(
             dataset=self.data["train"], seed=config.seed, collate=self.collate,
             lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
-            read_through=config.data.stream_resume == "read-through")
+            read_through=config.data.stream_resume == "read-through", limit=config.data.limit)
 
     def steps(self, duration: Duration) -> int:
         """A duration in optimizer steps."""
@@ -115,7 +115,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     check_signatures(task)
     task_figures(task)  # raises if they can't be used
     MetricStates(task, world.device)
-    data = {split: make_data(task, config, split) for split in splits_of(task)}
+    data = {split: make_data(task, config, split)
+            if config.overfit is None or split == "train" else None for split in splits_of(task)}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, whose iterator "
                           "ends when it raises; skip bad samples in its __iter__ or lane().")
@@ -212,7 +213,8 @@ def validation_splits(data: Mapping[str, Any]) -> list[str]:
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
-    """Build the data set of a split; None if the task returns None or a data set of length 0."""
+    """Build the data set of a split, of the training data the first `--data.limit` samples; None
+    if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
     if not (data is None or isinstance(data, IterableDataset)
@@ -221,7 +223,12 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
                           "Dataset (__getitem__ and __len__), an IterableDataset, or None. The "
                           "trainer makes batches, workers and order; collate() is a method of the "
                           "task.")
-    return None if split != "train" and data is not None and known_length(data) == 0 else data
+    if split != "train":
+        return None if data is not None and known_length(data) == 0 else data
+    limit = config.data.limit
+    if limit is None or data is None or isinstance(data, IterableDataset) or len(data) <= limit:
+        return data
+    return Limited(data, range(limit))
 
 
 def make_model(
@@ -248,6 +255,8 @@ def _plan(
         raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
     batch = config.batch
     samples = len(order) if isinstance(order, UserOrder) else known_length(data["train"])
+    if samples is not None and isinstance(data["train"], IterableDataset):
+        samples = min(samples, config.data.limit or samples)
     if world.size > batch.micro_batches:
         size, most = batch.global_size, max(1, batch.global_size // world.size)
         fits = next(n for n in range(most, 0, -1) if size % n == 0)

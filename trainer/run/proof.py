@@ -10,6 +10,7 @@ import json
 import math
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -190,14 +191,15 @@ def _sums(outcome: Outcome) -> dict[str, float]:
             for name, value in sums.items()}
 
 
-def foreign_leaves(total: Tensor, model: nn.Module) -> list[str]:
-    """Trainable tensors on which a loss depends, and which are no parameters of the model."""
-    own, queue, found = set(model.parameters()), [total.grad_fn], list[str]()
+def foreign_leaves(total: Tensor, model: nn.Module) -> list[tuple[Any, str]]:
+    """Trainable tensors on which a loss depends, and which are no parameters of the model: weak
+    reference and description. One that is gone after the backward was made by the loss."""
+    own, queue, found = set(model.parameters()), [total.grad_fn], list[tuple[Any, str]]()
     seen = set(queue)
     for node in queue:
         leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
         if isinstance(leaf, Tensor) and leaf not in own:
-            found.append(f"{type(leaf).__name__} of shape {tuple(leaf.shape)}")
+            found.append((weakref.ref(leaf), f"{type(leaf).__name__} of shape {tuple(leaf.shape)}"))
         following = {n for n, _ in getattr(node, "next_functions", ()) if n is not None} - seen
         seen |= following
         queue += following

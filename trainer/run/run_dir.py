@@ -28,6 +28,7 @@ from trainer.errors import (
     CheckpointDamaged,
     ConfigError,
     GaveUp,
+    LossDidNotFall,
 )
 from trainer.resilience.attempts import (
     RUN,
@@ -66,7 +67,9 @@ SUMMARY = Kind(
                           "value": optional(is_number)}),
             "test": optional(table_of(optional(is_number)))},
     known={**dict.fromkeys(("skipped", "replaced", "planned_steps"), is_count),
-           "stopped_early": is_flag, "final_weights": is_text, "product": LISTED_FILE})
+           "stopped_early": is_flag, "final_weights": is_text, "product": LISTED_FILE,
+           "overfit": Kind({"first": is_number, "last": is_number, "steps": is_count,
+                            "fell": is_flag})})
 """Content of summary.json: the entries that readers use."""
 ENVIRONMENT = Kind(known={
     "determinism": Kind({"label": is_text, "why": is_text}), "class_names": list_of(anything),
@@ -147,9 +150,21 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
     found = world.gather_json(read_finished(path) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
+        check_overfit(summary)
         lines = [f"{display_path(path)}: the run is complete; nothing to do",
                  *closing_lines(summary, display_path(path))]
         raise AlreadyFinished("\n".join(lines))
+
+
+def check_overfit(summary: Mapping[str, Any]) -> None:
+    """Raise LossDidNotFall if the summary is of a run with --overfit whose loss did not fall."""
+    if (judged := summary.get("overfit")) and not judged["fell"]:
+        raise LossDidNotFall(
+            f"--overfit {summary['planned_steps']}: the loss of one batch, {judged['first']:.4g}, "
+            f"did not fall (the last one is {judged['last']:.4g}), so the task can't learn it. "
+            "Check that the loss compares the output with the right targets and that gradients "
+            "reach the parameters (trainer.testing.check_task), then --optim.lr and --freeze; and "
+            "start again with another --run-dir")
 
 
 def read_finished(path: Path) -> dict[str, Any] | None:
@@ -172,6 +187,9 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     lines += [f"test {name} {value:.4f}" for name, value in test.items()
               if name != "samples" and value is not None]
+    if judged := summary.get("overfit"):
+        lines.append(f"the loss of one batch went from {judged['first']:.4g} to "
+                     f"{judged['last']:.4g} in {judged['steps']} steps")
     return [*lines, f"best weights: {path}/{layout.PRODUCT}",
             f"final weights: {path}/{summary.get('final_weights', layout.CHECKPOINTS)}",
             f"curves: tensorboard --logdir {path}"]

@@ -73,11 +73,11 @@ def _download(mirror: Mirror, folder: Path, checkpoint: str | None, *, product: 
             raise ConfigError(f"{url}: there is no checkpoint of a run; give the URL of its "
                               "--checkpoint.mirror.")
         try:
-            mirror.fetch_records((products or entries)[-1], folder)
             if checkpoint is not None:
                 _fetch(mirror, entries, folder, checkpoint)
             if product and products:
                 mirror.fetch_product(products[-1], folder)
+            mirror.fetch_records(max([*entries, *products]), folder)
             return
         except CheckpointDamaged as error:
             tries -= 1

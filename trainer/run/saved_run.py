@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,17 +220,20 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
     return calls[0]
 
 
-def output_leaves(output: Any, path: str = "") -> dict[str, Any]:
-    """The values of a model's output by name, those of its mappings, dataclasses and sequences too;
-    without None."""
+def output_leaves(
+    output: Any, path: str = "", *, whole: Container[str] = ()
+) -> dict[str, Any]:
+    """The values of a model's output by name, those of its mappings, dataclasses and sequences too,
+    but for the lists named in `whole`; without None."""
     inner: Iterable[tuple[Any, Any]]
     if isinstance(output, Mapping):
         inner = output.items()
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         inner = ((field.name, getattr(output, field.name)) for field in dataclasses.fields(output))
-    elif isinstance(output, tuple | list):
+    elif isinstance(output, tuple | list) and (path or "output") not in whole:
         inner, path = enumerate(output), path or "output"
     else:
         return {} if output is None else {path or "output": output}
     return {name: leaf for key, value in inner
-            for name, leaf in output_leaves(value, f"{path}.{key}" if path else str(key)).items()}
+            for name, leaf in output_leaves(value, f"{path}.{key}" if path else str(key),
+                                            whole=whole).items()}

@@ -183,7 +183,7 @@ def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) ->
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
         with buffers.preserved(), torch.no_grad():
             outcome = objective.loss(model, batches.copy_of(batch))
-        for evaluator in built.validations.values():
+        for evaluator in () if compute.turn else built.validations.values():
             for name in evaluator.states.metrics:
                 evaluator.states.arguments(name, outcome.predictions)
         return outcome
@@ -197,7 +197,7 @@ def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) ->
             problems = proof.unequal_sums(outcome, micro.batch, halves,
                                           tolerance=max(1e-3, 8 * eps))
         except Exception as error:
-            if built.validations:
+            if built.validations and not compute.turn:  # an evaluation gives no turn
                 raise
             problems = []
             context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
@@ -236,7 +236,7 @@ def _rehearse(
     only some ranks use: DDP would wait forever for their gradients."""
     world, log = built.context.world, built.context.log
     state, buffers = built.state, built.trainable.boundary.buffers
-    foreign: list[str] = []
+    foreign: list[tuple[Any, str]] = []
 
     def look(outcome: Outcome) -> None:
         foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], compute.model))
@@ -246,7 +246,9 @@ def _rehearse(
     buffers.restore_storage()
     state.check_structure()
     if checks:
-        _refuse_on_all_ranks(foreign, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
+        inputs = set(batches.tensors(micro.batch))
+        lasting = [text for leaf, text in foreign if leaf() is not None and leaf() not in inputs]
+        _refuse_on_all_ranks(lasting, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
     if not allow_unused and world.size > 1:
         _refuse_unused(compute, world)
     elif unused := _without_gradient(compute):

@@ -220,6 +220,8 @@ def _translated(key: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise AccessDenied(_message(error)) from None
     except (exceptions.BaseError, NotImplementedError, OSError) as error:
+        if "status code: 404" in str(error):  # of a bucket
+            raise Missing(_message(error)) from None
         raise StoreError(f"{key}: {_message(error)}") from None
 
 

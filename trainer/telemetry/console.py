@@ -27,6 +27,7 @@ class Console(Sink):
         self._log, self._total, self._every, self._clock = log, total, every, clock
         self._start, self._bar = start, None
         self._began = self._shown_s = clock()
+        self._where = ""  # epoch and rate of the last step
         self._restarts = [f"restarts {restarts}"] if restarts else []
         self._note: Callable[[], str] = str
         if bar:
@@ -49,6 +50,7 @@ class Console(Sink):
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
+        self._where = f"epoch {line['epoch']}, lr {line['lr']:.2e}, "
         if not timing:
             return  # a step of an earlier attempt
         if self._bar is not None:
@@ -90,7 +92,7 @@ class Console(Sink):
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
         train = _loss(line.get("train_loss"), "none").replace("  ", " ")
         parts = [self._step_label(line["step"]), _loss(line["val_loss"], "nan"), others,
-                 f"(validation; training {train})"]
+                 f"(validation; {self._where}training {train})"]
         self._log.info("  ".join(filter(None, parts)))
 
     def text(self, text: str, step: int) -> None:

@@ -86,7 +86,7 @@ class Run:
         context = SimpleNamespace(
             world=self.world, log=self.log, status=self.log.status, path=self.folder,
             config=SimpleNamespace(nonfinite=schema.BadStepConfig()))
-        rest = dict.fromkeys(("lock", "faults", "loader", "metrics", "timing"))
+        rest = dict.fromkeys(("lock", "faults", "loader", "metrics", "timing", "validation_clock"))
         return Guard(context=context, intervals=SimpleNamespace(total=9, checkpoint=9),
                      state=self.state, boundary=self.boundary, checkpoint=self.checkpoint, **rest)
 

@@ -263,6 +263,39 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert content(run / "checkpoints") == checkpoints
 
 
+NONE = [[None, None]]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("strings", {0: {"output": "a"}, 1: {"output": "bb"}, 2: {"output": "ccc"}}),
+    ("named", {n: {"word": "abc"[n] * (n + 1), "class": n} for n in range(3)}),
+    ("objects", {n: {"output": {"logits": NONE * (n + 1), "mean": None, "cache": None,
+                                "states": []}} for n in range(3)}),
+    ("dicts", {n: {"output": {"boxes": NONE * (n + 1), "word": "abc"[n] * (n + 1)}}
+               for n in range(3)}),
+])  # fmt: skip
+def test_answers_that_are_no_tensors_are_json_lines(run, tmp_path, capsys, kind, expected):
+    task = ["--task=small_task:Spoken", f"--task.kind={kind}", "--checkpoint=8"]
+
+    assert main(["predict", str(run), *task]) == 0
+    path = run / "predictions/test-step-00000008.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()
+
+    chosen = of_the_run(run, 8)(samples(30, 2)[0]).argmax(1).tolist()
+    assert lines == [{"index": i, **expected[n]} for i, n in enumerate(chosen)]
+    assert main(["predict", str(run), *task, f"--out={tmp_path}/p.safetensors"]) == 2
+    assert "is no tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "why"), [("foreign", "a object, which JSON can't represent"),
+                                           ("short", "a list with one entry for each")])
+def test_answers_that_fit_no_file_are_named(run, tmp_path, capsys, kind, why):
+    assert main(["predict", str(run), "--task=small_task:Spoken", f"--task.kind={kind}",
+                 f"--out={tmp_path}/p.jsonl"]) == 2
+    assert why in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("drift", [0, -1e-9])
 def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
     run, tmp_path, capsys, drift

@@ -21,6 +21,7 @@ HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_siz
 
 BASE = ["--steps=10", "--schedule.name=linear"]
 NEEDS = {
+    "overfit": ["--overfit", "9"],
     "checkpoint.mirror_every": ["--checkpoint.mirror=s3://bucket/run"],
     "optim.momentum": ["--optim.name=sgd"], "optim.nesterov": ["--optim.name=sgd"],
     "schedule.options": ["--schedule.name=cosine-annealing"],
@@ -35,6 +36,7 @@ NEEDS = {
 CHANGES = {
     "seed": "7", "steps": "20", "epochs": "3", "run": "elsewhere", "device": "cpu",
     "optim.nesterov": "on", "optim.momentum": "0.5", "optim.eps": "0.5",
+    "data.stream_resume": "state",
     "resume": "never", "accept": "data", "inject": "kill", "task.data": "fashion-mnist",
     "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
     "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",
@@ -43,7 +45,6 @@ CHANGES = {
     "freeze": "body.*", "optim.rates": "body.*=0.1", "optim.ema": "0.9",
     "schedule.options": "eta_min=0.2", "optim.options": "amsgrad=true", "task.seed": "3",
     "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",
-    "data.stream_resume": "state",
     "batch.global_size": "64", "batch.micro_size": "16", "optim.name": "sgd",
     "schedule.name": "constant", "precision.dtype": "bf16", "precision.compile": "off",
     "precision.channels_last": "off", "parallel.sync_bn": "off", "optim.betas": "0.5 0.6",
@@ -56,7 +57,7 @@ CHANGES = {
 
 @functools.cache
 def parsed(*argv: str) -> Config[Any]:
-    base = BASE[1:] if "--epochs" in argv else BASE
+    base = BASE[1:] if {"--epochs", "--overfit"} & {*argv} else BASE
     return command_line.parse_config([*base, *argv])
 
 
@@ -103,7 +104,8 @@ def test_each_setting_may_change_as_declared(name, value, change):
         assert verdict == ResumeDecision()
     else:
         assert verdict.label == "equivalent"
-        others = {"epochs": ["--steps"], "clip.value": ["--clip.norm"]}.get(name, [])
+        others = {"epochs": ["--steps"], "overfit": ["--steps"],
+                  "clip.value": ["--clip.norm"]}.get(name, [])
         assert {line.split()[0] for line in verdict.changes} == {flag, *others}
         assert verdict.why == "; ".join(verdict.changes)
 

@@ -83,8 +83,8 @@ def calls_of(rank: int, canonical: bool) -> list[Call]:
         else:
             world = SimpleNamespace(rank=rank, size=RANKS, group=group, broadcast=lambda _: None)
             plan = BatchPlan(samples=640, global_size=320, micro_size=4, drop_last=True)
-            step.reduction = RankInvariantReduction(
-                objective, step.parameters, step.boundary.buffers, cast(World, world), plan,
+            step.compute.reduction = RankInvariantReduction(
+                objective, step.compute.parameters, step.boundary.buffers, cast(World, world), plan,
                 optional=False)
         numbers = [*block(MICRO_BATCHES, rank, RANKS)]
         numbers += [-1] * (micro_batches_per_rank(MICRO_BATCHES, RANKS) - len(numbers))
@@ -92,7 +92,7 @@ def calls_of(rank: int, canonical: bool) -> list[Call]:
             n >= 0)]), torch.randn(4, 3)) for i, n in enumerate(numbers)]
         for _ in range(1 if canonical else 3):  # DDP makes its buckets anew in the second step
             with Recorder() as recorder:
-                for micro in step.reduction(window):
+                for micro in step.compute.reduction(window):
                     step.forward_backward(micro)
             objective.forget()
         return recorder.calls

@@ -104,8 +104,8 @@ def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
         step.nan_detector = lambda spec: nan_detector(objective, model, lambda origin: None)
     if canonical:
         plan = BatchPlan(samples=16, global_size=8, micro_size=4, drop_last=True)
-        step.reduction = RankInvariantReduction(objective, step.parameters, buffers, world, plan,
-                                                optional=optional)
+        step.compute.reduction = RankInvariantReduction(
+            objective, step.compute.parameters, buffers, world, plan, optional=optional)
     return step
 
 
@@ -207,7 +207,7 @@ def test_normalisation_on_a_gpu_equals_that_on_a_cpu(dtype, affine, monkeypatch)
 
 
 class Given(Evaluator):
-    def batches(self, numbers: Any) -> Iterator[MicroBatch]:
+    def batches(self, numbers: Any, limit: int = 0) -> Iterator[MicroBatch]:
         batch, = (m.batch for m in micro_batches()[:1])
         for number in numbers:
             yield MicroBatch(MicroBatchSpec(1, 0, number, True, (0, 1, 2, 3)), batch)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.config.command_line import parse_config
 from trainer.config.schema import Precision
 from trainer.distributed.ddp import Objective
+from trainer.errors import ConfigError
 from trainer.optim import precision
 from trainer.task import Outcome
 
@@ -19,6 +21,21 @@ def test_eager_overrides_compilation():
               for eager in (False, True)]
 
     assert chosen == [True, False]
+
+
+@pytest.mark.parametrize(("wanted", "compiled", "mode"), [
+    ("max-autotune", True, "max-autotune"), ("on", True, None), ("auto", False, None)])
+def test_a_mode_of_torch_compile_is_passed_on(wanted, compiled, mode):
+    chosen = precision.resolve(Precision(compile=wanted), nn.Linear(1, 1), torch.device("cpu"))
+
+    assert (chosen.compile, chosen.mode) == (compiled, mode)
+
+
+def test_kernels_chosen_by_their_speed_are_refused_in_a_deterministic_run():
+    with pytest.raises(ConfigError, match=r"max-autotune: .*add --numerics.deterministic off"):
+        parse_config(["--precision.compile=max-autotune"])
+
+    parse_config(["--precision.compile=max-autotune", "--numerics.deterministic=off"])
 
 
 class Layer(nn.Linear):

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer.commands.report.figures import format_duration, run_state
-from trainer.commands.report.history import History
+from trainer.commands.report.history import History, read_history
 from trainer.errors import ConfigError
 from trainer.run.finish import best_rule
+from trainer.run.run_source import run_folder
+from trainer.telemetry.events import writable
 from trainer.telemetry.metrics import primary_metric
 
-FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wall_s")
+FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wall_s", "device_s")
 """Ends of the names of figures of which less is better."""
+
+
+def read_runs(runs: Sequence[Path | str]) -> list[History]:
+    """The histories of runs in folders or at URLs, named by these if their names are not unique;
+    files and lines that can't be used are named on stderr."""
+    found = []
+    for run in runs:
+        with run_folder(run) as folder:
+            found.append(read_history(folder))
+    if len({one.name for one in found}) < len(found):
+        found = [dataclasses.replace(one, name=str(run))
+                 for one, run in zip(found, runs, strict=True)]
+    for what in (what for one in found for what in one.damage):
+        print(writable(f"damaged: {what}"), file=sys.stderr)
+    return found
 
 
 def best_validation(run: History) -> tuple[Mapping[str, Any], str, str]:
@@ -34,6 +54,7 @@ def figures(run: History) -> dict[str, Any]:
     test = (run.summary or {}).get("test") or {}
     found = {
         "step": last.get("step", 0), "loss": last.get("loss"), "wall_s": run.wall_s,
+        "device_s": run.device_s,
         **{name: value for name, value in line.items() if name.startswith("val_")},
         **{f"test_{name}": value for name, value in test.items()}}
     return {name: value for name, value in found.items()
@@ -73,28 +94,37 @@ def run_table(runs: Sequence[History], by: str | None) -> list[list[str]]:
     names = dict.fromkeys([(by or "").partition(":")[0], best_validation(runs[0])[1],
                            "val_loss" if any(run.validations for run in runs) else "loss",
                            f"test_{metric}"])
-    columns = {"run": [run.name for run in runs], **_differing([
-        {"state": run_state(run), "step": own["step"]}
-        for run, own in zip(runs, found, strict=True)])}
+    differing = _differing([{"state": run_state(run), "step": own["step"]}
+                            for run, own in zip(runs, found, strict=True)])
+    columns = {"run": [run.name for run in runs],
+               **{name: [*map(_text, values)] for name, values in differing.items()}}
     for name in names:
         if name not in ("step", "wall_s") and any(name in own for own in found):
             columns[name] = [f"{own[name]:.4f}" if name in own else "" for own in found]
     columns["wall time"] = [format_duration(run.wall_s) for run in runs]
-    columns |= _differing([{"ranks": run.environment.get("world_size"), **run.config}
-                           for run in runs])
+    columns |= {name: [*map(_text, values)] for name, values in differing_settings(runs).items()}
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
-def _differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What differs between runs, each with the values of all of them."""
+def differing_settings(runs: Sequence[History]) -> dict[str, list[Any]]:
+    """The number of ranks and the settings that differ between runs, with the values of all of
+    them."""
+    return _differing([{"ranks": run.environment.get("world_size"), **run.config} for run in runs])
+
+
+def _differing(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for own in values for name in own if name != "run")
-    found = {name: ["" if own.get(name) is None else str(own[name]) for own in values]
-             for name in names}
-    return {name: texts for name, texts in found.items() if len(set(texts)) > 1}
+    found = {name: [own.get(name) for own in values] for name in names}
+    return {name: own for name, own in found.items() if len({*map(_text, own)}) > 1}
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in columns."""
+    """Rows as text in columns, with control characters escaped: they come from files."""
+    rows = [[writable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
                      .rstrip() for row in rows)

@@ -60,7 +60,9 @@ def summary(run: History) -> dict[str, str]:
             f"{_number(best['value'])} at step {best['step']:,}",
         **{f"test {name}": _number(value) for name, value in (result.get("test") or {}).items()
            if name != "samples"},
-        "wall time": format_duration(run.wall_s), "goodput": _goodput(run),
+        "wall time": format_duration(run.wall_s),
+        "device time": f"{format_duration(run.device_s)} of computing, over all ranks"
+        if run.device_s else "", "goodput": _goodput(run),
         "not useful": ", ".join(lost_s) or "nothing",
         "attempts": str(len(run.attempt_times)), "injected faults": str(faults) if faults else "",
         "mirror": _mirror(run),

@@ -126,6 +126,11 @@ class History:
         return self.over - self.begun
 
     @property
+    def device_s(self) -> float:
+        """Seconds for which the devices of all ranks computed, repeated steps included."""
+        return sum(seconds or 0.0 for line in self.timing for seconds in line.get("compute_s", ()))
+
+    @property
     def lost_steps(self) -> int:
         """Number of finished steps that were repeated."""
         return sum(lost_steps(*pair, self.events) for pair in _pairs(self.attempt_times))
@@ -139,7 +144,7 @@ def read_history(path: Path, *others: Path) -> History:
     damage: list[str] = []
     tell = damage.append
     _read(path / layout.IDENTITY, RUN, tell)
-    if not (path / layout.IDENTITY).exists() and not (path / layout.EVENTS).exists():
+    if not is_run(path):
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
     return History(
@@ -153,6 +158,11 @@ def read_history(path: Path, *others: Path) -> History:
         environment=_read(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
         summary=_read(path / layout.SUMMARY, SUMMARY, tell),
         owner=living_owner(path / layout.LOCK))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run folder, also of a run that has just begun."""
+    return (path / layout.IDENTITY).exists() or (path / layout.EVENTS).exists()
 
 
 def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:

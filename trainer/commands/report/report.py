@@ -6,9 +6,7 @@ The page is self-contained, and fits any screen size and the light or dark schem
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import html
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.commands.inspect import checkpoints, list_mirror
-from trainer.commands.report.comparison import run_table, sort_runs, text_table
+from trainer.commands.report.comparison import read_runs, run_table, sort_runs, text_table
 from trainer.commands.report.figures import (
     DEATH,
     affected_rank,
@@ -25,12 +23,12 @@ from trainer.commands.report.figures import (
     notable_events,
     summary,
 )
-from trainer.commands.report.history import History, flatten, read_history
+from trainer.commands.report.history import History, flatten
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
 from trainer.config.secrets import mask_arguments
 from trainer.errors import ConfigError
 from trainer.resilience.attempts import failure_sentence
-from trainer.run.run_source import reading_mirror, run_folder
+from trainer.run.run_source import reading_mirror
 from trainer.run.saved_run import config_error_on_write
 from trainer.storage import layout
 from trainer.storage.files import make_subfolder, replace_bytes
@@ -102,17 +100,12 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(out, str) and not options.text:
         raise ConfigError(f"--out: the report of {out} needs a folder on this machine; add "
                           "--out report.")
-    stories = [_read(run) for run in options.runs]
-    if len({story.name for story in stories}) < len(stories):
-        stories = [dataclasses.replace(story, name=str(run))
-                   for story, run in zip(stories, options.runs, strict=True)]
+    stories = read_runs(options.runs)
     found = {story.path: run for story, run in zip(stories, options.runs, strict=True)}
-    for what in (what for story in stories for what in story.damage):
-        print(writable(f"damaged: {what}"), file=sys.stderr)
     stories = sort_runs(stories, options.sort)
     if options.text:
         rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
-        print(writable(text_table([list(row) for row in rows])))
+        print(text_table([list(row) for row in rows]))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
     text = _page(stories, drawn, options.sort, {p: _listed(run) for p, run in found.items()})
@@ -123,11 +116,6 @@ def main(argv: Sequence[str]) -> int:
         replace_bytes(out / PAGE, [text.encode()])
     print(out / PAGE)
     return 0
-
-
-def _read(run: Path | str) -> History:
-    with run_folder(run) as folder:
-        return read_history(folder)
 
 
 def _listed(run: Path | str) -> list[dict[str, Any]]:

@@ -1,0 +1,32 @@
+"""A small language model of transformers, with a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+
+from trainer import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """Predict the next letter; the embedding and the head have one weight."""
+
+    @property
+    def tokenizer(self) -> ByT5Tokenizer:
+        return ByT5Tokenizer()
+
+    def model(self) -> nn.Module:
+        return GPT2LMHeadModel(GPT2Config(vocab_size=384, n_positions=16, n_embd=8, n_layer=1,
+                                          n_head=2, bos_token_id=1, eos_token_id=1))
+
+    def dataset(self, split: str) -> Any:
+        ids = self.tokenizer(["abcdef", "bcdefg"] * 8, return_tensors="pt")["input_ids"]
+        return [{"input_ids": row, "labels": row} for row in ids]
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        tokens = batch["labels"][:, 1:].numel()
+        return Outcome(model(**batch).loss * tokens, tokens)
