@@ -1,9 +1,11 @@
 """Do runs that are disturbed in every way end with the same bits as undisturbed ones?
 
     python -m benchmarks.chaos --faults 40 --seed 1 [--soak]
+    python -m benchmarks.chaos --mirror --faults 24 --seed 1
 
 Disturbs runs until this many faults have happened, up to 8 per run, and compares each run with an
-undisturbed one of the same configuration. Exit code 0: all have the same bits; 1: some have not.
+undisturbed one of the same configuration. With --mirror the run has a mirror in an object store,
+and loses all disks; up to 4 faults per run. Exit code 0: all have the same bits; 1: some have not.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from pathlib import Path
 
 from benchmarks import chaos_plan as plans
 from benchmarks import reporting
+from benchmarks.chaos_mirror import MirrorWatch
 from benchmarks.chaos_plan import Card, Fault, Run, Setting
-from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, differences, train
+from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, Watch, differences, train
+from benchmarks.chaos_store import FaultyStore
 
 LIMIT_S, LIMIT_A_FAULT_S = 120.0, 40.0
 """A run is stuck if it is not complete after the first plus the second for each of its faults."""
@@ -34,16 +38,18 @@ COLD = 3
 def main() -> int:
     options = _parse()
     draw = random.Random(options.seed)
-    cards, left = plans.deck(draw, soak=options.soak), list[Card]()
+    cards = plans.mirror_deck(draw) if options.mirror else plans.deck(draw, soak=options.soak)
+    left, sizes = list[Card](), plans.mirror_sizes if options.mirror else plans.sizes
     deal = functools.partial(plans.plan, cards=cards, left=left, draw=draw, seed=options.seed,
-                             soak=options.soak)
-    runs = [deal(number, count) for number, count in enumerate(plans.sizes(options.faults))]
+                             soak=options.soak, mirror=options.mirror)
+    runs = [deal(number, count) for number, count in enumerate(sizes(options.faults))]
     if options.only is not None:
         runs = [run for run in runs if run.number == options.only]
     wanted = sum(len(run.faults) for run in runs)
     folder = Path(options.keep or tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    chaos = Chaos(folder, Launcher(options.launcher), keep=options.keep is not None)
+    store = FaultyStore(options.seed) if options.mirror else None
+    chaos = Chaos(folder, Launcher(options.launcher), keep=options.keep is not None, store=store)
     for _ in range(1 + wanted):
         for run in runs:
             chaos.disturb(run)
@@ -54,7 +60,10 @@ def main() -> int:
         left += chaos.missed
         chaos.missed = []
         first = len(chaos.results)
-        runs = [deal(first + place, count) for place, count in enumerate(plans.sizes(missing))]
+        runs = [deal(first + place, count + options.mirror)
+                for place, count in enumerate(sizes(missing))]
+    if store is not None:
+        store.close()
     chaos.summarize(wanted)
     if not chaos.all_same:
         print(f"the runs that differ, and their output, are in {folder}")
@@ -67,12 +76,13 @@ def main() -> int:
 class Chaos:
     """The runs so far. Run folders that differ stay in `folder`, with `keep` all of them."""
 
-    def __init__(self, folder: Path, launcher: Launcher, *, keep: bool) -> None:
+    def __init__(self, folder: Path, launcher: Launcher, *, keep: bool,
+                 store: FaultyStore | None) -> None:
         self.results: list[tuple[Run, Result, list[str]]] = []
         """Each run, its result, and what is wrong with it."""
         self.missed: list[Card] = []
         """Cards of faults that did not happen."""
-        self._folder, self._launcher, self._keep = folder, launcher, keep
+        self._folder, self._launcher, self._keep, self._store = folder, launcher, keep, store
         self._references: dict[tuple[Setting, tuple[Fault, ...]], tuple[Path, float]] = {}
         self._undisturbed_s = 0.0
         self._began_s = time.monotonic()
@@ -90,8 +100,10 @@ class Chaos:
         reference, wall_s = self._reference(run)
         self._undisturbed_s += wall_s
         path = self._folder / f"run-{run.number}"
-        result = self._train(run, path)
-        wrong = [result.problem] if result.problem else differences(reference, path)
+        result = self._train(
+            Watch(run, path, self._launcher) if self._store is None else
+            MirrorWatch(run, path, self._launcher, self._store), len(run.faults))
+        wrong = [result.problem] if result.problem else differences(reference, result.folder)
         self.results.append((run, result, wrong))
         missed = [fault for fault in run.faults if fault not in result.fired]
         self.missed += [_card(fault) for fault in missed]
@@ -105,8 +117,9 @@ class Chaos:
             print(f"    {_command(run, path)}")
         sys.stdout.flush()
         if not wrong and not self._keep:
+            for made in self._folder.glob(f"{path.name}[.-]*"):
+                shutil.rmtree(made) if made.is_dir() else made.unlink()
             shutil.rmtree(path)
-            path.with_suffix(".log").unlink()
 
     def summarize(self, wanted: int) -> None:
         """Print how often each kind and each phase occurred, and the cost."""
@@ -115,6 +128,10 @@ class Chaos:
         runs = collections.Counter(run.setting.ranks for run, _, _ in self.results)
         for what, counts in (("kinds", kinds), ("phases", phases), ("runs by ranks", runs)):
             print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
+        if self._store is not None:
+            lost = sum(any(fault.kind in plans.LOSSES for fault in result.fired)
+                       for _, result, _ in self.results)
+            print(f"{lost} of {len(self.results)} runs lost all disks")
         starts = sum(result.starts for _, result, _ in self.results)
         disturbed_s = sum(result.wall_s for _, result, _ in self.results)
         print(f"goodput: undisturbed, these runs take {self._undisturbed_s:.0f} s; they took "
@@ -135,22 +152,23 @@ class Chaos:
         key = dataclasses.replace(run.setting, workers=0), run.lasting
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
-            result = self._train(Run(number=0, setting=key[0], faults=key[1]), path)
+            run = Run(number=0, setting=key[0], faults=key[1])
+            result = self._train(Watch(run, path, self._launcher), len(run.faults))
             if result.problem or result.starts != 1:
                 raise SystemExit(f"{key[0]}, undisturbed: {result.problem or 'started twice'}; "
                                  f"see {path.with_suffix('.log')}")
             self._references[key] = path, result.wall_s
         return self._references[key]
 
-    def _train(self, run: Run, path: Path) -> Result:
-        limit_s = LIMIT_S + LIMIT_A_FAULT_S * len(run.faults)
+    def _train(self, watch: Watch, faults: int) -> Result:
+        limit_s = LIMIT_S + LIMIT_A_FAULT_S * faults
         if self._launcher.kind != "launch":
             limit_s *= COLD
-        return train(run, path, self._launcher, limit_s=limit_s)
+        return train(watch, limit_s=limit_s)
 
 
 def _card(fault: Fault) -> Card:
-    anywhere = ("corrupt", "flip", *plans.LASTING)
+    anywhere = ("corrupt", "flip", "upload", *plans.LASTING)
     return Card(fault.kind, None if fault.kind in anywhere else fault.phase)
 
 
@@ -170,6 +188,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="S",
                         help="of the plan and of the runs")
     parser.add_argument("--soak", action="store_true", help="also kinds that take long")
+    parser.add_argument("--mirror", action="store_true", help="with --checkpoint.mirror: the "
+                        "network and the store fail, and all disks are lost")
     parser.add_argument("--launcher", choices=("launch", "launch-cold", "torchrun"),
                         default="launch", help="launch (default): python -m launch, forked from a "
                         "process that has imported everything; launch-cold: a new process each "
@@ -177,6 +197,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--keep", metavar="FOLDER", help="keep all run folders, there")
     parser.add_argument("--only", type=int, metavar="K", help="only the run with this number")
     options = parser.parse_args()
+    if options.mirror and options.soak:
+        parser.error("--mirror has kinds of its own; omit --soak")
     if options.faults < 1:
         parser.error(f"--faults is {options.faults}; use 1 or more")
     return options

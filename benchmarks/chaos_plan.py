@@ -11,8 +11,10 @@ from trainer.resilience.fault_injection import PHASES
 
 STEPS, CHECKPOINT_EVERY, EVAL_EVERY = 26, 3, 4
 MICRO_SIZE = 2
-MOST_FAULTS = 8
-"""Of one run."""
+MOST_FAULTS, MOST_MIRRORED = 8, 4
+"""Of one run; with --mirror."""
+PAUSE_S = 0.04
+"""Of each micro-batch with --mirror, so that uploads keep up with the steps."""
 
 SHAPES = ((2, 2), (3, 4), (4, 12), (1, 3), (3, 9), (2, 6), (4, 4), (3, 3), (1, 1))
 """(ranks, micro-batches in a global batch)."""
@@ -29,7 +31,15 @@ server (only `python -m launch` has one), a NaN in the loss, a flipped bit of on
 LASTING = ("nan",)
 """Kinds that change the bits of the result: they happen in the undisturbed run too, whenever the
 step is computed."""
-OUTSIDE = ("ranks", "launcher", "server")
+NETWORK = ("cut", "slow-store", "5xx")
+LOSSES = ("disks", "twins")
+MIRRORED = (*NETWORK, "upload", "ranks", "launcher")
+"""With --mirror: the network, SIGKILL amid an upload, and the processes. Each run also has one of
+`LOSSES`: SIGKILL of all processes, and the run folder is deleted; then the command is given again,
+or, with `twins`, twice at once for two empty folders."""
+UPLOADED = ("data", "records", "checkpoints")
+"""Folders of the mirror: for a checkpoint one after the other gets objects."""
+OUTSIDE = ("ranks", "launcher", "server", *NETWORK, "upload", *LOSSES)
 """Kinds done to the run from outside; the trainer itself injects all others."""
 
 IN_STEP = ("data", "forward", "backward", "optimizer", "step-end")
@@ -49,6 +59,7 @@ class Setting:
     workers: int
     seed: int
     soak: bool = False
+    mirror: bool = False
 
     def __str__(self) -> str:
         return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
@@ -69,6 +80,8 @@ class Setting:
         if self.soak:
             values |= {"watchdog.limit-s": HANG_S, "parallel.verify-every": 1,
                        "nonfinite.max-in-row": 1 if self.sync_bn == "auto" else 3}
+        if self.mirror:
+            values["task.pause-s"] = PAUSE_S
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -122,7 +135,7 @@ class Card:
     def restarts(self) -> bool:
         """Whether it always ends the attempt."""
         in_writer = self.phase is not None and self.phase.startswith("save-")
-        if self.kind in ("slow", "flip", *LASTING):
+        if self.kind in ("slow", "flip", *LASTING, *NETWORK):
             return False
         return not (self.kind in ("raise", "enospc") and in_writer)
 
@@ -138,27 +151,40 @@ def deck(draw: random.Random, *, soak: bool) -> Iterator[Card]:
         yield from cards
 
 
+def mirror_deck(draw: random.Random) -> Iterator[Card]:
+    """Cards without end, in rounds of `MIRRORED`."""
+    while True:
+        yield from map(Card, draw.sample(MIRRORED, len(MIRRORED)))
+
+
+def mirror_sizes(faults: int) -> list[int]:
+    """Faults of each run with a mirror."""
+    runs = -(-faults // MOST_MIRRORED)
+    return [faults // runs + (number < faults % runs) for number in range(runs)]
+
+
 def sizes(faults: int) -> list[int]:
     """Faults of each run: every shape has one, if there are enough, and none more than 8."""
     runs = max(-(-faults // MOST_FAULTS), min(faults, len(SHAPES)))
     return [faults // runs + (number < faults % runs) for number in range(runs)]
 
 
-def setting(number: int, seed: int, *, soak: bool = False) -> Setting:
+def setting(number: int, seed: int, *, soak: bool = False, mirror: bool = False) -> Setting:
     """The setting of a run: all combinations come within four laps over the shapes."""
     lap, place = divmod(number, len(SHAPES))
     ranks, micro_batches = SHAPES[place]
     return Setting(
-        ranks=ranks, micro_batches=micro_batches, seed=seed, soak=soak,
+        ranks=ranks, micro_batches=micro_batches, seed=seed, soak=soak, mirror=mirror,
         sync_bn=("auto", "off")[(place + lap) % 2], workers=(0, 2)[(place // 2 + lap // 2) % 2],
     )  # fmt: skip
 
 
 def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
-         draw: random.Random, *, seed: int, soak: bool = False) -> Run:
-    """The next run, with `count` faults from `left` (what is taken is removed), then `cards`."""
-    chosen = setting(number, seed, soak=soak)
-    hand: list[Card] = []
+         draw: random.Random, *, seed: int, soak: bool = False, mirror: bool = False) -> Run:
+    """The next run, with `count` faults from `left` (what is taken is removed), then `cards`. One
+    of them is a loss of all disks, with `mirror`."""
+    chosen = setting(number, seed, soak=soak, mirror=mirror)
+    hand = [Card(LOSSES[number % len(LOSSES)])] if mirror else []
     passed: list[Card] = []
     while len(hand) < count:
         card = left.pop(0) if left else next(cards)
@@ -175,6 +201,8 @@ def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
 
 
 def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
+    if card.kind in LOSSES and any(other.kind in LOSSES for other in hand):
+        return False
     if card.phase in ONE_A_RUN and any(other.phase == card.phase for other in hand):
         return False
     if card.phase == "restore":
@@ -195,8 +223,10 @@ def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
                      phase="step-end")
     if card.kind in LASTING:
         return Fault(kind=card.kind, rank=rank, step=draw.choice(free), phase="forward")
+    if card.kind == "upload":
+        return Fault(kind="upload", phase=draw.choice(UPLOADED), step=draw.choice(free))
     if card.kind in OUTSIDE:
-        if draw.random() < 0.3:  # while the ranks start
+        if card.kind != "twins" and draw.random() < 0.3:  # while the ranks start
             return Fault(kind=card.kind, attempt=_early(card, hand, draw),
                          delay_s=round(draw.uniform(0, 1.0), 3))
         return Fault(kind=card.kind, step=draw.choice(free),
@@ -221,6 +251,8 @@ def _steps(card: Card) -> range:
     """The steps at which a fault can strike; none if it is not bound to a step."""
     if card.phase in ONE_A_RUN:
         return range(0)
+    if card.kind == "twins":
+        return range(STEPS - 4, STEPS - 2)  # after all others
     if card.kind in OUTSIDE:
         return range(2, STEPS - 4)  # to be seen and struck before the run ends
     if card.kind == "corrupt":

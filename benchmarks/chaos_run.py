@@ -47,6 +47,8 @@ class Result:
     launches: int
     """How often the command was given."""
     wall_s: float
+    folder: Path
+    """The run folder in which the run ended."""
     problem: str | None
     """Why the run did not end as it should, if so."""
 
@@ -93,49 +95,53 @@ class Launcher:
         return next(iter(children(launcher)), None) if self.kind != "torchrun" else None
 
 
-def train(run: Run, folder: Path, launcher: Launcher, *, limit_s: float) -> Result:
+def train(watch: Watch, *, limit_s: float) -> Result:
     """Give the run's command, again after each stop, until it is complete, and disturb it.
 
     The output goes to a file next to the run folder.
     """
-    watch = _Watch(run, folder, launcher)
     began_s, launches, problem = time.monotonic(), 0, None
-    arguments = run.setting.arguments(str(folder))
-    for fault in watch.injected:
-        arguments += ["--inject", str(fault)]
     while problem is None:
         launches += 1
-        pid = launcher.start(run.setting.ranks, arguments, folder.with_suffix(".log"))
-        code = watch.follow(pid, until_s=began_s + limit_s)
+        code = watch.follow(watch.start(), until_s=began_s + limit_s)
         if code == EXIT_COMPLETE:
             break
-        killed = code == -signal.SIGKILL and watch.killed_launcher
-        if code is None:
-            problem = f"not complete after {limit_s:.0f} s"
-        elif not killed and not _stopped(folder, code):
-            problem = f"ended with exit code {code}"
+        problem = (f"not complete after {limit_s:.0f} s" if code is None else
+                   watch.problem(code))
     wall_s = time.monotonic() - began_s
     if left := watch.wait_gone():
         problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    starts = (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
-    return Result(fired=watch.fired(), starts=starts, launches=launches, wall_s=wall_s,
-                  problem=problem)
+    return Result(fired=watch.fired(), starts=watch.starts(), launches=launches, wall_s=wall_s,
+                  folder=watch.folder, problem=problem)
 
 
-class _Watch:
-    """Follows the launchers of one run, and strikes from outside when it is time."""
+class Watch:
+    """Starts and follows the launchers of one run, and strikes from outside when it is time."""
 
     def __init__(self, run: Run, folder: Path, launcher: Launcher) -> None:
         self.injected = [fault for fault in run.faults if fault.kind not in OUTSIDE]
         self.killed_launcher = False
         self._num_ranks = run.setting.ranks
-        self._folder, self._launcher = folder, launcher
+        self.folder, self._launcher = folder, launcher
         self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
         self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
         self._known: set[tuple[int, int]] = set()  # (pid, start) of every process that was seen
         self._group: set[int] = set()  # the ranks of the present attempt
         self._starts = self._step = 0
         self._due_s: float | None = None
+        self._arguments = run.setting.arguments(str(folder))
+        for fault in self.injected:
+            self._arguments += ["--inject", str(fault)]
+
+    def start(self) -> int:
+        """Give the command; the pid of the launcher."""
+        return self._launcher.start(self._num_ranks, self._arguments,
+                                    self.folder.with_suffix(".log"))
+
+    def problem(self, code: int) -> str | None:
+        """Why the command may not be given again after this exit code."""
+        killed = code == -signal.SIGKILL and self.killed_launcher
+        return None if killed or _stopped(self.folder, code) else f"ended with exit code {code}"
 
     def follow(self, pid: int, *, until_s: float) -> int | None:
         """The exit code of the launcher, -SIGKILL after a strike; None if time was up."""
@@ -149,11 +155,21 @@ class _Watch:
         return None if timed_out else os.waitstatus_to_exitcode(status)
 
     def fired(self) -> tuple[Fault, ...]:
-        """Faults that happened: those in the run's events, and strikes after which its ranks were
-        started again."""
-        told = {e["fault"] for e in read_events(self._folder / EVENTS) if e["event"] == "fault"}
+        """Faults that happened: those in the run's events, and those done from outside."""
+        told = {e["fault"] for e in read_events(self.folder / EVENTS) if e["event"] == "fault"}
         injected = [fault for fault in self.injected if str(fault) in told]
-        return (*injected, *(fault for fault, starts in self._struck if self._starts > starts))
+        return (*injected, *(fault for fault, starts in self._struck
+                             if self._happened(fault, starts)))
+
+    def _happened(self, fault: Fault, starts: int) -> bool:
+        """Whether the ranks were started again after a strike."""
+        return self._starts > starts
+
+    def starts(self) -> int:
+        """How often all ranks were started: seen here or, if some were too short, in run.json. A
+        mirror does not know the starts that could not reach it."""
+        attempt = (read_json(self.folder / IDENTITY) or {"attempt": -1})["attempt"]
+        return max(self._starts, attempt + 1)
 
     def wait_gone(self) -> set[int]:
         """Processes of the run that still live after `GONE_S`."""
@@ -174,7 +190,7 @@ class _Watch:
             self._known |= {(p, start) for p in seen if (start := processes.start_time(p))}
         if not self._waiting:
             return
-        self._step = max(self._step, newest_step(self._folder / METRICS))
+        self._step = max(self._step, newest_step(self.folder / METRICS))
         fault = next((f for f in self._waiting if self._is_due(f)), None)
         if fault is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class Chaos:
 
     samples: int = 150
     validation: int = 40
+    pause_s: float = 0.0  # in each call of `loss`
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -68,6 +70,8 @@ class Chaos:
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
         images, labels = batch
+        if self.pause_s:
+            time.sleep(self.pause_s)
         logits = model(images)
         total = functional.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
