@@ -174,14 +174,15 @@ def test_an_answer_that_is_lost_in_a_rollback_is_not_taken_for_another_start(sto
 
 
 def test_a_start_that_died_after_the_download_gets_the_records_next_time(tmp_path, store, machine):
-    machine.upload(1)
+    (machine.path / layout.METRICS).write_bytes(b'{"step": 1}\n')
+    machine.upload(1, offset=12)
     source = MirrorSource(Mirror(store), owner=None, entries=Mirror(store).entries(), products=[],
                           log=machine.log, claim=lambda: None)
     (tmp_path / "second").mkdir()
 
     source.restore_records(source.entries[0], tmp_path / "second")
 
-    assert (tmp_path / "second" / layout.EVENTS).exists()
+    assert (tmp_path / "second" / layout.METRICS).read_bytes() == b'{"step": 1}\n'
 
 
 def test_a_rollback_raises_the_generation_of_the_fence(tmp_path, store, machine):
