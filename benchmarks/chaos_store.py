@@ -177,6 +177,9 @@ class _Server:
 
 
 def main() -> int:
+    parser = reporting.parser("chaos_store", __doc__)
+    parser.add_argument("seed", metavar="SEED", type=int, help="of the faults")
+    seed = parser.parse_args().seed
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -187,7 +190,7 @@ def main() -> int:
         def connection_dropped(self, *arguments: Any) -> None:
             self.close_connection = True
 
-    store = _Server(DomainDispatcherApplication(create_backend_app), int(sys.argv[1]))
+    store = _Server(DomainDispatcherApplication(create_backend_app), seed)
     server = make_server("127.0.0.1", 0, store.answer, threaded=True, request_handler=Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
