@@ -133,7 +133,7 @@ def check_stream(work: Setup, world: World, log: Log, config: Config[Any]) -> li
             f"--data.stream-resume auto: {problem}, so a restart would not be exact. Make "
             "load_state_dict() restore the exact position, buffers included; or use "
             "--data.stream-resume read-through (a restart reads the samples of its epoch up to its "
-            "position once more: exact), or state (equivalent)."))
+            "position once more: exact), or state (equivalent), if it can be saved and loaded."))
     why = [problem] if problem else []
     if not reproducible:
         why.append("another reading of the training stream from its start gives other samples")
