@@ -34,7 +34,7 @@ step is computed."""
 NETWORK = ("cut", "slow-store", "5xx")
 LOSSES = ("disks", "twins")
 MIRRORED = (*NETWORK, "upload", "ranks", "launcher")
-"""With --mirror: the network, SIGKILL amid an upload, and the processes. Each run also has one of
+"""With --mirror: the network, SIGKILL during an upload, and the processes. Each run also has one of
 `LOSSES`: SIGKILL of all processes, and the run folder is deleted; then the command is given again,
 or, with `twins`, twice at once for two empty folders."""
 UPLOADED = ("data", "records", "checkpoints")
