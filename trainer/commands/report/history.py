@@ -166,7 +166,7 @@ def is_run(path: Path) -> bool:
 
 
 def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:
-    """As `read_record`, but a damaged file is told and None."""
+    """As `read_record`; of a damaged file `tell` is called, and the result is None."""
     try:
         return read_record(path, kind)
     except FileDamaged as error:
