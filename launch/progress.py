@@ -1,5 +1,5 @@
 """Read from the run folder, after a death, how far the run has come. The events `save` and
-`restore` contain the step from which it resumes; `last-step` and `metrics.jsonl`, the newest."""
+`restore` contain the step from which it resumes; `metrics.jsonl`, the newest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from trainer.resilience.attempts import RUN
 from trainer.storage import layout
 from trainer.storage.files import open_regular
-from trainer.storage.jsonl import CounterFile, newest_step, read_records
+from trainer.storage.jsonl import newest_step, read_records
 from trainer.storage.records import read_json
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
@@ -43,8 +43,7 @@ def read_progress(folder: Path) -> RunProgress:
         elif name == "save":
             saved = max(saved, step)
         reached = max(reached, step)
-    reached = max(reached, newest_step(folder / layout.METRICS),
-                  CounterFile.read(folder / layout.LAST_STEP))
+    reached = max(reached, newest_step(folder / layout.METRICS))
     return RunProgress(reached, saved, max(0, reached - saved) if events else None)
 
 

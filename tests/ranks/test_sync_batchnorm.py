@@ -56,7 +56,7 @@ def train(module: nn.Module, x: Tensor, steps: int = 2) -> dict[str, Tensor | No
 
 def train_share(module: nn.Module, shares: Sequence[Tensor],
                 steps: int = 2) -> dict[str, Tensor | None]:
-    module, number = convert(module, dist.get_world_size(), "cpu")
+    number = convert(module, dist.get_world_size(), "cpu")
     assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
     return train(module, shares[dist.get_rank()], steps)
 
@@ -179,11 +179,11 @@ def assert_unmoved(result: dict[str, Tensor], before: nn.Module) -> None:
 
 def evaluate_or_train_without_grad(shares: Sequence[Tensor]) -> list[Any]:
     """An evaluation on rank 0 alone; a forward without gradients, and the buffers then."""
-    module, _ = convert(layer("flat"), 2, "cpu")
+    convert(module := layer("flat"), 2, "cpu")
     rows = 1 - dist.get_rank()
     with pytest.raises(ValueError, match=rf"more than 1 value per channel.*\({rows}, 5\) on this"):
         module(samples(rows, "flat"))
-    module, _ = convert(layer(), 2, "cpu")
+    convert(module := layer(), 2, "cpu")
     output = module.eval()(samples(2)) if dist.get_rank() == 0 else None
     with torch.no_grad():
         trained = module.train()(shares[dist.get_rank()])
@@ -213,7 +213,8 @@ def descend(shares: Sequence[Tensor]) -> list[Tensor]:
                           nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
     parallel: nn.Module = model
     if size > 1:
-        parallel = nn.parallel.DistributedDataParallel(convert(model, size, "cpu")[0])
+        convert(model, size, "cpu")
+        parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -246,10 +247,9 @@ def test_conversion_keeps_objects_names_hooks_and_overridden_forwards() -> None:
     calls: list[nn.Module] = []
     model[0].register_forward_hook(lambda module, args, output: calls.append(module))
 
-    converted, number = convert(model, 2, "cpu")
+    number = convert(model, 2, "cpu")
     model[0].eval()(torch.ones(2, 3))
 
-    assert converted is model
     assert number == 2
     assert list(model.modules()) == modules
     assert list(model.state_dict()) == keys
@@ -260,14 +260,13 @@ def test_conversion_keeps_objects_names_hooks_and_overridden_forwards() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size: int) -> None:
-    model, _ = convert(nn.SyncBatchNorm(3), world_size, "cpu")
+    convert(model := nn.SyncBatchNorm(3), world_size, "cpu")
 
     assert torch.equal(model(torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))
 
 
 def test_only_torchs_own_synchronised_layers_are_converted_where_others_stay_plain() -> None:
-    model, number = convert(nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3)), 2, "cpu",
-                            plain=False)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
 
-    assert number == 1
+    assert convert(model, 2, "cpu", plain=False) == 1
     assert [type(module) for module in model] == [nn.BatchNorm1d, SyncBatchNorm]

@@ -103,12 +103,11 @@ def describe_gpus(device: torch.device, local_size: int) -> str:
     return f"{local_size} × {torch.cuda.get_device_name(device)}{links}"
 
 
-def driver_version(file: Path = Path("/sys/module/nvidia/version")) -> str | None:
+def driver_version() -> str | None:
     """Version of NVIDIA's driver; None if unknown."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return None
 
 
 def device_mb(device: torch.device) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 SETTINGS = {
     # Not to abort NCCL after an error from a thread: queued kernels would run on garbage before
@@ -29,9 +28,9 @@ def configure() -> list[str]:
             if (found := os.environ.setdefault(name, value)) != value]
 
 
-def chosen_sums(env: Mapping[str, str] = os.environ) -> str:
+def chosen_sums() -> str:
     """The user's variables that may decide in which order NCCL sums: NCCL_ALGO, NCCL_PROTO, and the
     numbers of channels and threads, transports, topology files, …"""
-    found = [f"{name}={value}" for name, value in sorted(env.items())
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith("NCCL_") and not name.startswith(_NO_CHANGE_OF_BITS)]
     return " ".join(found) or "none"

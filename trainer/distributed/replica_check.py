@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.distributed.world import World
+from trainer.storage.tensorfile import INTEGERS
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -26,7 +26,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 def integers(tensor: Tensor) -> Tensor:
     """A tensor's bits."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.detach().view(_INTEGERS[min(8, tensor.element_size())])
+    return tensor.detach().view(INTEGERS[min(8, tensor.element_size())])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 BUCKET_BYTES = 64 << 20  # tensors are sent in buffers of about this size
 
 
-def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Split tensors, in order, into lists on one device of at most `limit` bytes or one tensor."""
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Split tensors, in order, into lists on one device of up to `BUCKET_BYTES`, or one tensor."""
     bucket, size = list[Tensor](), 0
     for tensor in tensors:
-        if bucket and (size + tensor.nbytes > limit or tensor.device != bucket[0].device):
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.device != bucket[0].device):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -26,29 +26,26 @@ from trainer.errors import ConfigError
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,
-            process_group: dist.ProcessGroup | None = None, *,
-            plain: bool = True) -> tuple[nn.Module, int]:
-    """Convert the batch norms of `model` to synchronised ones, in place; return (model, their
-    number).
+            process_group: dist.ProcessGroup | None = None, *, plain: bool = True) -> int:
+    """Convert the batch norms of `model` to synchronised ones, in place; return their number.
 
     The modules stay the same objects, with their parameters, buffers and hooks. With `world_size` 1
     only `nn.SyncBatchNorm` modules on other devices than CUDA are converted, since they could not
     train there. Subclasses that override `forward` are skipped, and without `plain` all batch norms
     that aren't synchronised by torch's class.
     """
-    on_cuda = device_type == "cuda"
     found = [m for m in model.modules() if isinstance(m, BatchNorm)
              and not isinstance(m, LazyModuleMixin)
              and type(m).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-             and (plain or isinstance(m, nn.SyncBatchNorm))
-             and (world_size > 1 or (isinstance(m, nn.SyncBatchNorm) and not on_cuda))]
+             and ((plain and world_size > 1) or isinstance(m, nn.SyncBatchNorm))
+             and (world_size > 1 or device_type != "cuda")]
     for module in found:
         group = process_group or getattr(module, "process_group", None)
         module.__class__ = SyncBatchNorm
         cast(SyncBatchNorm, module).process_group = group
     if found:
         _exclude_from_compilation()
-    return model, len(found)
+    return len(found)
 
 
 @functools.cache

@@ -23,7 +23,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Protocol
 
 from trainer.errors import ConfigError
 from trainer.telemetry.events import Log
@@ -45,32 +44,29 @@ class NoAnswer(Exception):
     """A source of notices can't be asked."""
 
 
-class Source(Protocol):
+class Source:
     """Where notices come from."""
 
-    pause_s: float
+    pause_s = POLL_S
 
     def open(self) -> None:
         """Check that it can be asked. Raises NoAnswer."""
+        self.check()
 
     def check(self) -> str:
         """The notice, "" if there is none. Raises NoAnswer."""
-
-    def close(self) -> None: ...
-
-
-class _Metadata:
-    pause_s = POLL_S
-
-    def __init__(self, address: str) -> None:
-        self._address = os.environ.get(METADATA_URL, address).rstrip("/")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        raise NotImplementedError
 
     def close(self) -> None:
         pass
 
+
+class _Metadata(Source):
+    def __init__(self, address: str) -> None:
+        self._address = os.environ.get(METADATA_URL, address).rstrip("/")
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
     def _ask(self, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-        """Status and body of an answer."""
         request = urllib.request.Request(self._address + path, headers=headers, method=method)
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
@@ -118,9 +114,6 @@ class Gcp(_Metadata):
     def __init__(self) -> None:
         super().__init__("http://metadata.google.internal")
 
-    def open(self) -> None:
-        self.check()
-
     def check(self) -> str:
         body = self._get("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
         return "Compute Engine preempts this machine" * (body.strip() == "TRUE")
@@ -151,7 +144,7 @@ class Azure(_Metadata):
         return ""
 
 
-class Command:
+class Command(Source):
     """A command of the shell: its exit with 0 is a notice. After another exit it starts again."""
 
     pause_s = 0.25
@@ -202,14 +195,8 @@ PROVIDERS: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": A
 
 
 class NoticeWatch:
-    """Asks for notices in a thread, and calls `request` with the first one. A context manager.
-
-    Args:
-        value: of the flag: aws, gcp, azure, or a command.
-
-    Raises:
-        ConfigError: the source can't be asked at the start.
-    """
+    """Asks for notices in a thread, and calls `request` with the first one. `value` is that of the
+    flag: aws, gcp, azure, or a command. Raises ConfigError if the source can't be asked."""
 
     def __init__(self, value: str, request: Callable[[str], object], log: Log) -> None:
         self._value, self._request, self._log = value, request, log
@@ -237,8 +224,7 @@ class NoticeWatch:
                     raise ConfigError(
                         f"{FLAG} {self._value}: {error}. Use aws, gcp or azure on a machine of "
                         "that provider, a command of the shell that exits with 0 at a notice, or "
-                        "off."
-                    ) from None
+                        "off.") from None
 
     def _work(self) -> None:
         answered_s, is_silent = time.monotonic(), False

@@ -128,7 +128,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     if chooses_threads and _is_small(model, config.batch.micro_size):
         world.use_threads(1, "a small model")
     evaluating = in_evaluation(model)
-    model, synced = _synchronise_batch_norms(model, config, world)
+    synced = _synchronise_batch_norms(model, config, world)
     frozen, at_first = _freeze(config, model, plan, intervals)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizer_of(config.optim, model, task)
@@ -186,13 +186,11 @@ def _check_plateau(config: Config[Any], data: Mapping[str, Any]) -> None:
                           "plateau would depend on the time; use --eval.every.")
 
 
-def _synchronise_batch_norms(
-    model: nn.Module, config: Config[Any], world: World
-) -> tuple[nn.Module, int]:
-    """The model with synchronised batch norms where the run has them, and their number."""
+def _synchronise_batch_norms(model: nn.Module, config: Config[Any], world: World) -> int:
+    """Synchronise the batch norms where the run asks for it; return their number."""
     if config.parallel.reduction == "canonical":
         sync_batchnorm.refuse(model)
-        return model, 0
+        return 0
     return sync_batchnorm.convert(model, world.size, world.device.type, world.group,
                                   plain=config.parallel.sync_bn != "off")
 

@@ -45,7 +45,7 @@ from trainer.storage.files import (
     replace_json,
     when_not_full,
 )
-from trainer.storage.jsonl import CounterFile, newest_step
+from trainer.storage.jsonl import newest_step
 from trainer.storage.locks import RunLock
 from trainer.storage.records import (
     Kind,
@@ -272,8 +272,7 @@ def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Lo
     `max_same_step` attempts in a row have failed at the same step with this `version` of
     configuration and task; `events` are those of earlier attempts, on rank 0."""
     error = None
-    reached = max(CounterFile.read(path / layout.LAST_STEP),
-                  newest_step(path / layout.METRICS)) if world.is_main else 0
+    reached = newest_step(path / layout.METRICS) if world.is_main else 0
     row = repeated_failures(read_attempts(events), version=version) if events else []
     if len(row) >= max_same_step:
         first = next((a.cause for a in row if a.cause is not None), None)

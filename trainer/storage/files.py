@@ -46,8 +46,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> bytes:
-    """Read a regular file of up to `most` bytes from an offset on. Raises FileDamaged, or OSError.
-    """
+    """Read a regular file of up to `most` bytes from an offset on. Raises FileDamaged, OSError."""
     with open(open_regular(path), "rb", buffering=0) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise FileDamaged(f"{display_path(path)}: it has {size:,} bytes, and up to {most:,} "
@@ -60,11 +59,8 @@ def write_file(
     path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len, *,
     mode: int = 0o666,
 ) -> None:
-    """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written.
-
-    Afterwards its pages are dropped from the page cache, if the system supports this: otherwise
-    reading the file back would verify the cache and not the disk.
-    """
+    """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written. Its
+    pages are dropped from the page cache: reading it back is to verify the disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for view in content:
@@ -74,14 +70,12 @@ def write_file(
                 while part:
                     part = part[os.write(fd, part) :]
         os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
 
 def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
-    """Pass the chunks of a file to a function."""
     buffer = memoryview(bytearray(CHUNK))
     with open(open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -157,13 +151,12 @@ def read_text(path: Path) -> str:
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object to a file, atomically and durably."""
+    """As `replace_text`, for a JSON object."""
     replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write a text to a file, atomically and durably; surrogates (of file names) keep their bytes.
-    """
+    """As `replace_bytes`; surrogates (of file names) keep their bytes."""
     replace_bytes(path, [text.encode(errors="surrogateescape")], mode=mode)
 
 

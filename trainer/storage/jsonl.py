@@ -29,32 +29,9 @@ SAMPLES, SAMPLE_BYTES = 512, 4096
 WITH_STEP = Kind(needed={"step": is_count})
 
 
-class CounterFile:
-    """A file with one number, which survives the death of the process that sets it."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-        self.set(number)
-
-    @staticmethod
-    def read(path: Path) -> int:
-        """The number in a file; 0 if it is missing or damaged."""
-        with contextlib.suppress(OSError, ValueError):
-            number = int(read_file(path, most=4096))
-            return number if is_count(number) else 0
-        return 0
-
-    def set(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: go without the file
-            os.pwrite(self._descriptor, b"%-15d\n" % number, 0)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 class AppendFile:
-    """Appends records in order, each with one `write` unless the disk fills up within it. A record
-    that can't be written stays in memory until the next call; nothing else is buffered."""
+    """Appends records in order, each with one `write`, unless the disk fills up within it. Only
+    records that can't be written stay in memory, until the next call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,12 +55,9 @@ class AppendFile:
         return "cut" if mine.st_size < self._size else ""
 
     def restore(self, *, others: bool = False) -> str:
-        """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
-        Raises OSError if the file can't be written back; the open one is still used.
-
-        Args:
-            others: other processes append to the file too: one of them has restored a file that
-                replaced this one.
+        """Write a removed or replaced file back from the open descriptor; returns the `damage`.
+        With `others`, which append to the file too, a file that replaced this one is theirs.
+        Raises OSError if that fails; the open file is still used.
         """
         with self._lock:
             damage = self.damage
@@ -105,7 +79,7 @@ class AppendFile:
         self.flush()
 
     def flush(self) -> bool:
-        """Write the pending records. Returns whether all of them were written."""
+        """Write the pending records; returns whether all of them were written."""
         try:
             self._write()
         except OSError:

@@ -4,14 +4,12 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT = "summary.json", "model.safetensors"
 METRICS, EVENTS, TIMING = "metrics.jsonl", "events.jsonl", "timing.jsonl"
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, LAST_STEP, PICTURES, MIRROR = (
-    "compile-cache", "last-step", "pictures", "mirror.json",
-)  # fmt: skip
+COMPILED, PICTURES, MIRROR = "compile-cache", "pictures", "mirror.json"
 STACKS, REPORT, PREDICTIONS = "stacks", "report", "predictions"
 FOLDERS = (CHECKPOINTS, TENSORBOARD, f"{TENSORBOARD}/train", f"{TENSORBOARD}/validation", FAULTS,
            COMPILED, PICTURES, STACKS)
 """Folders of a run folder to which a training writes."""
-APPENDED = (METRICS, EVENTS, TIMING, LAST_STEP, LOCK)
+APPENDED = (METRICS, EVENTS, TIMING, LOCK)
 """Files of a run folder that a training changes; it replaces the others."""
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import struct
-import sys
 import threading
 import time
 import zlib
@@ -103,7 +102,7 @@ class RunLock:
     byte derived from the nonce until it dies, which shows that it is alive.
 
     Args:
-        revoked: returns True if the attempt is known to be superseded, whatever the file says.
+        revoked: whether the attempt is known to be superseded, whatever the file says.
         brief_lock_s: how long to wait for byte 0. A process that holds it for longer hangs.
     """
 
@@ -155,8 +154,7 @@ class RunLock:
                     f"--run-dir {display_path(self.path.parent)}: another run is active in this "
                     f"folder (process {owner.get('pid')} on "
                     f"{str(owner.get('place')).partition(' ')[0]}). Stop it or choose another "
-                    f"--run-dir. "
-                    f"If its host is gone for good, delete {display_path(self.path)}.")
+                    f"--run-dir. If its host is gone for good, delete {display_path(self.path)}.")
             time.sleep(_POLL_S)
 
     @contextmanager
@@ -216,10 +214,8 @@ class RunLock:
 
 
 def living_owner(path: Path) -> str | None:
-    """The nonce in a lock file if its owner is alive; Linux only, None elsewhere. A process that
-    has a `RunLock` of the same file would lose its locks."""
-    if sys.platform != "linux":
-        return None
+    """The nonce in a lock file if its owner is alive. A process that has a `RunLock` of the same
+    file would lose its locks."""
     try:
         with open(open_regular(path), "rb") as file:
             if not _OWNER(record := parse_json(file.read(4096))):
@@ -256,7 +252,7 @@ def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
 def _place() -> str:
     """Host name, boot id and pid namespace: processes with the same ones see each other's pids."""
     parts = [os.uname().nodename]
-    with suppress(OSError):  # Linux only; elsewhere the host name alone
+    with suppress(OSError):  # a sandbox may not show them
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
@@ -266,6 +262,6 @@ def _start_time(pid: int) -> str | None:
     """Start time of a process, to recognize a reused pid; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):  # without /proc, no process counts as dead
-        return None if os.path.exists("/proc/self/stat") else "unknown"
+    except (FileNotFoundError, ProcessLookupError):
+        return None
     return None if fields[0] in "ZX" else fields[19]

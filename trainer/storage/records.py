@@ -109,7 +109,7 @@ OBJECT = Kind()
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """As `json.loads`. Raises ValueError too for a name that is twice in an object, and for more
+    """As `json.loads`. Also raises ValueError for a name that is twice in an object, and for more
     than `DEEPEST` levels."""
     try:
         value = json.loads(data, object_pairs_hook=_with_each_name_once, **hooks)

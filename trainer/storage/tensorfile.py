@@ -25,7 +25,8 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of a size in bytes, as which the bits of a tensor are read."""
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
@@ -48,7 +49,7 @@ def serialize(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         if tensor.numel():
-            bits = tensor.detach().view(_BITS[tensor.element_size()]).numpy()
+            bits = tensor.detach().view(INTEGERS[tensor.element_size()]).numpy()
             yield memoryview(np.ascontiguousarray(bits))  # type: ignore[arg-type]
 
 

@@ -53,21 +53,16 @@ _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
 
 
 class Log:
-    """Log of one rank: lines for people on stderr, events for programs in the run folder.
+    """Log of one rank: lines for people on stderr, events for programs in the run folder. Ranks
+    other than 0 have their number before each line, and no info lines."""
 
-    Args:
-        rank: written before each line of ranks other than 0, whose info lines are dropped.
-        status: phase and step of this rank, written into each event; default: a new one.
-        level: the lowest level that is shown.
-    """
-
-    def __init__(self, rank: int = 0, *, status: Status | None = None, level: str = "info",
-                 stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
-        self.rank, self.status = rank, status or Status()
+    def __init__(self, rank: int = 0, *, level: str = "info", stream: TextIO | None = None
+                 ) -> None:  # fmt: skip
+        self.rank, self.status = rank, Status()
         self.attempt, self.nonce = 0, ""
         self.folder: Path | None = None  # the run folder, once events are open
         self._line_writer: Callable[[str], None] | None = None  # set while there is a progress bar
-        self._stream, self._clock = stream, clock
+        self._stream = stream
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
         # Start time of each phase until the first step; `python -m launch` gives its own.
@@ -81,7 +76,7 @@ class Log:
 
     def _note_phase(self, phase: Phase) -> None:
         if self._entered is not None:
-            self._entered.setdefault(phase, round(self._clock(), 6))
+            self._entered.setdefault(phase, round(time.time(), 6))
 
     def _note_step(self, _: int) -> None:
         """At an attempt's first step, record when each phase before it began (seconds since the
@@ -136,7 +131,7 @@ class Log:
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record an event, in one write; return it."""
         line = {
-            "time": round(self._clock(), 6), "attempt": self.attempt, "nonce": self.nonce,
+            "time": round(time.time(), 6), "attempt": self.attempt, "nonce": self.nonce,
             "node": socket.gethostname(), "rank": self.rank, "step": self.status.step,
             "phase": self.status.phase, "event": event,
             **{name: self._writable(value) for name, value in fields.items()},
@@ -191,9 +186,7 @@ def writable(value: Any) -> Any:
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
-def read_events(
-    *paths: Path, tell: Callable[[str], object] = len
-) -> list[dict[str, Any]]:
+def read_events(*paths: Path, tell: Callable[[str], object] = len) -> list[dict[str, Any]]:
     """All events of one or, if nodes have their own disks, several files, by attempt. Of an attempt
     they have the order of each file, since a clock may be set back; files are merged by time.
     `tell` is called with a message about lines that are none."""

@@ -6,22 +6,12 @@ import contextlib
 import dataclasses
 import json
 import math
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.storage.jsonl import (
-    AppendFile,
-    CounterFile,
-    FileMark,
-    continue_file,
-    newest_step,
-    read_records,
-)
-from trainer.storage.layout import LAST_STEP
+from trainer.storage.jsonl import AppendFile, FileMark, continue_file, read_records
 from trainer.storage.records import (
     Kind,
     is_count,
@@ -40,7 +30,6 @@ if TYPE_CHECKING:
 RESERVED = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples", "scale",
             "skipped", "replaced")
 """Keys of a training line that are not metrics of the task."""
-
 
 
 def _table(value: Any) -> bool:
@@ -67,9 +56,6 @@ METRIC_LINE = Kind(
 """A line of metrics.jsonl."""
 LARGEST_TABLE = 10_000
 """Largest number of counts in a recorded table: a confusion matrix of 100 classes."""
-PAUSE_S = 0.5
-"""Seconds between writes to the file. If a process dies, its unwritten lines are of steps that are
-repeated, or the survivors' checkpoint has them."""
 MOST_PENDING = 4096
 """Lines that every rank keeps, at most, while rank 0 can write the file."""
 
@@ -200,10 +186,6 @@ class Metrics:
         self._begin = FileMark()  # position of the first pending line in the file
         self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
-        self._last_step: CounterFile | None = None
-        self._lock = threading.Lock()  # the thread that writes a save calls `sync`
-        self._unwritten: list[bytes] = []
-        self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
 
@@ -220,7 +202,6 @@ class Metrics:
         self._guard, self._warn = guard, warn
         continue_file(path, record.begin.offset, record.data)
         self._file = AppendFile(path)
-        self._last_step = CounterFile(path.with_name(LAST_STEP), newest_step(path))
 
     def show_in(self, sinks: Sequence[Sink], unshown: Sequence[dict[str, Any]] = ()) -> None:
         """Show `unshown` and all further lines in these sinks."""
@@ -234,13 +215,12 @@ class Metrics:
                 "record": dataclasses.asdict(self._begin)}
 
     def flush(self) -> bool:
-        """Write all lines. Returns whether they are in the file (false if the disk is full)."""
-        self._write()
+        """Returns whether all lines are in the file (false if the disk is full)."""
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
-        """Write all lines and fsync the file. Raises OSError if some can't be written."""
-        self._write()
+        """Write all lines and fsync the file, in any thread. Raises OSError if some can't be
+        written."""
         if self._file is not None:
             self._repair()
             self._file.sync()
@@ -299,10 +279,7 @@ class Metrics:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        self._write()
-        file, counter, self._file, self._last_step = self._file, self._last_step, None, None
-        if counter is not None:
-            counter.close()
+        file, self._file = self._file, None
         if file is not None:
             file.close()
 
@@ -310,23 +287,10 @@ class Metrics:
         data = encode_line(line)
         self._pending.append((line, data))
         self._show(line, timing)  # before writing: a later attempt shows what the file lacks
-        if self._last_step is None:
-            return
-        with self._lock:
-            self._unwritten.append(data)
-        if time.monotonic() - self._written_s >= PAUSE_S:
-            self._write()
-        else:
-            self._last_step.set(line["step"])  # for the next attempt, if this process is killed
-
-    def _write(self) -> None:
-        with self._lock:
-            lines, self._unwritten = self._unwritten, []
-            if lines and self._file is not None:
-                self._file.append(b"".join(lines))
-                self._written_s = time.monotonic()
-                with contextlib.suppress(OSError):  # a full disk: `sync` tries again
-                    self._repair()
+        if self._file is not None:
+            self._file.append(data)
+            with contextlib.suppress(OSError):  # a full disk: `sync` tries again
+                self._repair()
 
     def _repair(self) -> None:
         """Restore the file if another process has removed, replaced or cut it during the run."""

@@ -156,7 +156,7 @@ def test_a_run_folder_may_be_a_link_and_lie_below_one(crafted, tmp_path):
 
 @pytest.mark.parametrize("name", [
     "run.json", "summary.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl",
-    "timing.jsonl", "lock", "last-step", "model.safetensors", f"{LAST}/manifest.json",
+    "timing.jsonl", "lock", "model.safetensors", f"{LAST}/manifest.json",
     f"{LAST}/state.json", f"{LAST}/model.safetensors"])
 @pytest.mark.parametrize("special", ["pipe", "device", "large"])
 def test_only_regular_files_of_a_usual_size_are_read(crafted, capsys, name, special):
@@ -297,7 +297,7 @@ RAW = st.one_of(st.binary(max_size=40), st.sampled_from([
     b"", b"{}", b"[]", b"null", b"{", DEEP.encode(), b'{"a":' * 2000 + b"1" + b"}" * 2000,
     b'{"step": 1, "step": 2}', b"\xef\xbb\xbf{}", b"9" * 5000, b'{"step": ' + b"9" * 5000 + b"}"]))
 RECORDS = ("run.json", "summary.json", "environment.json", "lock", "metrics.jsonl", "events.jsonl",
-           "timing.jsonl", "last-step", "config.toml", f"{LAST}/state.json",
+           "timing.jsonl", "config.toml", f"{LAST}/state.json",
            f"{LAST}/manifest.json")
 
 
