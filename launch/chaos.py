@@ -62,8 +62,7 @@ def local_ranks(run: Path) -> dict[int, int]:
 
 
 def launcher_of(pid: int) -> list[int]:
-    """Pids of a rank's launcher and of its fork server, if any; [] for an orphan, whose parent is
-    init or a subreaper."""
+    """Pids of a rank's launcher and of its fork server, if any; [] for an orphan."""
     parent = processes.parent(pid)
     hot = processes.name(parent) == "fork server"
     found = [processes.parent(parent), parent] if hot else [parent]

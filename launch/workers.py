@@ -88,8 +88,7 @@ class Workers:
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self) -> int | None:
-        """Wait for the fork server's imports; returns the exit code if there is nothing to start,
-        else None."""
+        """Wait for the fork server's imports; returns the exit code if nothing is to be started."""
         while self._server_imports:
             self._poll(CHECK_S)
         return self._code

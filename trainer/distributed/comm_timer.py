@@ -12,34 +12,28 @@ from trainer.distributed import torch_private
 
 
 class DeviceInterval:
-    """Two events on the CUDA stream measure an interval without a device sync; on other devices the
-    methods do nothing."""
+    """Two events on the CUDA stream measure an interval without a device sync."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_cuda)]
 
     def first(self) -> None:
-        if self._events:
-            self._events[0].record()
+        for event in self._events[:1]:
+            event.record()
 
     def second(self) -> None:
-        if self._events:
-            self._events[1].record()
+        for event in self._events[1:]:
+            event.record()
 
     def between_s(self) -> float | None:
-        """Return the seconds between the events. The device must have passed both."""
-        if not self._events:
-            return None
-        return self._events[0].elapsed_time(self._events[1]) / 1000
+        """Seconds between the events, which the device must have passed; None except on CUDA."""
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else None
 
 
 class CommunicationTimer:
-    """Measure the time of a step that this rank waits in collectives, not hidden by computation.
-
-    In the backward it is the time from when the gradients of this rank are ready until all are
-    reduced, on a GPU measured on the device: the autograd engine runs a callback in between, before
-    that of the reducer. The gathers of synchronised batch norms on a CPU count as well.
-    """
+    """Measure the time of a step that this rank waits in collectives, not hidden by computation: in
+    the backward from when its gradients are ready until all are reduced (the autograd engine runs a
+    callback in between, before that of the reducer), and in synchronised batch norms on a CPU."""
 
     def __init__(self, *, on_cuda: bool = False,
                  clock: Callable[[], float] = time.perf_counter) -> None:
@@ -47,12 +41,11 @@ class CommunicationTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Reset after work that is not a step. The device need not have finished it."""
+        """Reset after work that is not a step."""
         self._collectives_s = self._backward_s = 0.0
         self._computed_s: float | None = None
 
     def add_collective(self, began_s: float) -> None:
-        """Count a collective that began at this time and has just ended."""
         self._collectives_s += self.clock() - began_s
 
     def time_backward(self, loss: Tensor) -> None:
@@ -69,7 +62,7 @@ class CommunicationTimer:
             self._backward_s = self.clock() - self._computed_s
 
     def take_wait_s(self) -> float:
-        """Return the seconds waited in a step, and reset; the device must have finished it."""
+        """The seconds waited in a step, which the device must have finished; reset."""
         if self._computed_s is not None and (on_device_s := self._interval.between_s()) is not None:
             self._backward_s = on_device_s
         waited_s = self._collectives_s + self._backward_s

@@ -268,8 +268,7 @@ class Objective(nn.Module):
 
     def read_sums(self, vector: Vector, grad_norm: Tensor, scale: Tensor | None = None
                   ) -> tuple[StepSums, float, float | None]:
-        """Copy the sums, the gradient norm and the loss scale to the host, in one transfer, for
-        which the host waits."""
+        """Copy sums, gradient norm and loss scale to the host, which waits for this transfer."""
         others = [n for n in (grad_norm, scale) if n is not None]
         if isinstance(vector, list):
             values, (norm, *scales) = vector, map(float, others)
@@ -314,8 +313,7 @@ def _sum_on_host(numbers: Iterable[float]) -> float:
 
 def stack(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.float32
           ) -> Tensor:
-    """Stack scalars, of the host or the device, to a vector on the device, without waiting for the
-    device."""
+    """Stack scalars of host and device to a vector on the device, without waiting for it."""
     return torch.stack([
         n.detach().reshape(()).to(device, dtype)
         if isinstance(n, Tensor) and n.device.type == device.type

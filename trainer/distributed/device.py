@@ -84,7 +84,7 @@ def cpu_quota(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 
 def _quota_in(folder: Path) -> Iterator[float]:
-    """The CPU limit of a control group, if it has one: of version 2, or of version 1."""
+    """The CPU limit of a control group, of version 2 or 1."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with contextlib.suppress(OSError):
             quota, period = " ".join((folder / name).read_text() for name in names).split()

@@ -9,6 +9,6 @@ def block(micro_batches: int, rank: int, num_ranks: int) -> range:
 
 
 def micro_batches_per_rank(micro_batches: int, num_ranks: int) -> int:
-    """Forward passes per rank and step: the size of the largest block. A rank with a smaller block
-    runs a stand-in, so that all ranks call the same collectives."""
+    """Forward passes per rank and step. A rank with a smaller block runs a stand-in, so that all
+    ranks call the same collectives."""
     return -(-micro_batches // num_ranks)

@@ -88,8 +88,7 @@ class ReductionPlan:
 
 
 class GradientLayout:
-    """Layout of gradients in a flat byte buffer: those of one dtype are adjacent, and each has the
-    strides that autograd gives it."""
+    """Gradients in a flat byte buffer, by dtype, each with the strides that autograd gives it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters

@@ -38,8 +38,7 @@ def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
 
 
 def handshake(store: Store, *, rank: int, size: int, timeout_s: float) -> str:
-    """Collective. The nonce of this attempt, equal on all ranks. A TimeoutError on every rank names
-    the ranks that are missing."""
+    """Collective. The nonce of this attempt. A TimeoutError on all ranks names those missing."""
     return _join(store, rank, size, timeout_s) if rank else _host(store, size, timeout_s)
 
 

@@ -17,26 +17,23 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Checksum of each tensor: the sum of its bits as integers modulo 2^64. A single flipped bit
-    always changes it."""
+    """The sum of each tensor's bits as integers modulo 2^64, which any flipped bit changes."""
     sums = [integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """A tensor's bits."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.detach().view(INTEGERS[min(8, tensor.element_size())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """Result of a failed replica check."""
+    """Result of a failed replica check: the ranks that differ from the majority (all ranks if there
+    is none, as with two ranks), and the names of the tensors that differ."""
 
     ranks: list[int]
-    """Ranks that differ from the majority; all ranks if there is none, as with two ranks."""
     tensors: list[str]
-    """Names of the tensors that differ."""
 
 
 @dataclass
@@ -75,7 +72,7 @@ class ReplicaCheck:
         return ReplicaMismatch(ranks=ranks, tensors=names)
 
     def restart_at(self, step: int) -> None:
-        """Continue from this step after a roll-back: all ranks are equal there."""
+        """Continue from this step after a roll-back."""
         self.step = step
 
     def has_recomputed(self, step: int) -> bool:

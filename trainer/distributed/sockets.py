@@ -52,27 +52,25 @@ def release_inherited(inodes: Collection[int]) -> None:
         os.close(null_fd)
 
 
-def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
-    """Set the network interface of gloo and NCCL, unless the user has set one; return gloo's, None
-    if torch chooses it. On one host it is the loopback, otherwise the one on the route to `host`:
-    gloo would announce the address of the host's name, which is often 127.0.0.1."""
+def use_interface(host: str, port: int, *, on_one_host: bool) -> None:
+    """Set the network interface of gloo and NCCL, unless the user has: the loopback on one host,
+    otherwise the one on the route to `host`. Gloo would announce the address of the host's name,
+    which is often 127.0.0.1."""
     name = "lo" if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
-    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def interface_towards(host: str, port: int) -> str | None:
     """Name of the interface on the route to `host`; None if unknown."""
-    try:
-        routes = routes_to(host, port)
-    except OSError:
-        return None
     names = _interface_names()
-    own = (socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET,
-                            address.partition("%")[0]) for address, _ in routes)
-    return next((names[packed] for packed in own if packed in names), None)
+    with contextlib.suppress(OSError):  # an unknown name
+        for address, _ in routes_to(host, port):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            if name := names.get(socket.inet_pton(family, address.partition("%")[0])):
+                return name
+    return None
 
 
 def routes_to(host: str, port: int) -> list[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """Stand-ins: real samples that a rank computes where it has no micro-batch, without any effect.
 
-Other ranks may wait for this one in a collective of the model or the loss, in the forward or the
-backward. A batch of 0 samples would keep them together too, but not every model, loss or batch can
-be empty.
+Other ranks may wait for this one in a collective of the model or the loss. A batch of 0 samples
+would do too, but not every model, loss or batch can be empty.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from trainer.distributed.torch_private import buffer_slots
 
 @contextlib.contextmanager
 def forward_and_backward(model: nn.Module) -> Iterator[None]:
-    """Context of a stand-in: synchronised batch norms count no samples, and all other buffers are
-    put back."""
+    """Context of a stand-in: it is not in the statistics, and its changes of buffers are undone."""
     slots = [(owner, key, owner[key])
              for module in model.modules() if not sync_batchnorm.is_synchronised(module)
              for owner, key, _ in buffer_slots(module)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from enum import Enum
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 
 from trainer.storage.files import display_path
 
@@ -41,8 +41,7 @@ class waiting_for:
         self._stack = _markers.setdefault(threading.get_ident(), [])
         self._stack.append((self._whom, sys._getframe(1).f_code))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.pop()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -97,7 +96,6 @@ class World:
         """For gradients (gloo on CPU, nccl on CUDA); None in a world of one, and on CUDA before
         `connect_gpus`."""
         self.users_nccl_settings: list[str] = []
-        self.interface: str | None = None  # None: torch or the user chooses it
         self.has_nodes = launch.local_size < launch.size
         self.is_main = launch.rank == 0
         self.writes_run_dir = self.is_main  # see `run_dir.enter`
@@ -120,9 +118,8 @@ class World:
         Args:
             timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
             join_timeout_s: how long to wait for ranks that start later.
-            long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of
-                all collectives inside `long_timeout()`.
-            threads: auto: OMP_NUM_THREADS, or the cores of this host / ranks on it.
+            long_timeout_s: timeout of JSON collectives and `barrier`, and of all collectives inside
+                `long_timeout()`.
         """
         launch = launch or LaunchInfo.from_environment()
         chosen = choose_device(device, launch.size, launch.local_rank, launch.local_size)
@@ -139,7 +136,7 @@ class World:
         return world
 
     def _join(self, join_timeout_s: float) -> None:
-        self.interface = sockets.use_interface(
+        sockets.use_interface(
             self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
         self.users_nccl_settings = nccl.configure()
         self.nonce, self.store = join_attempt(self.rank, self.size, join_timeout_s)
@@ -194,7 +191,7 @@ class World:
         everywhere = self.gather_json(str(torch.cuda.get_device_properties(self.device).uuid))
         ranks = [rank for rank, uuid in enumerate(everywhere) if uuid == everywhere[self.rank]]
         if len(ranks) > 1:
-            raise errors.ConfigError(
+            raise ConfigError(
                 f"--device cuda: ranks {', '.join(map(str, ranks))} have the same GPU "
                 f"({everywhere[self.rank]}), and each rank needs its own: use as many ranks as "
                 "there are GPUs, --device cpu, or a device for each rank (Slurm: "
@@ -208,7 +205,7 @@ class World:
         self.superseded = True
 
     def write_run_dir(self, writes: bool) -> None:
-        """Set whether this rank writes, once the lock of its run folder is taken or refused."""
+        """Set whether this rank writes to its run folder: it does if it owns the lock."""
         self.writes_run_dir = writes
 
     def all_sum(self, tensor: Tensor) -> Tensor:
@@ -266,9 +263,8 @@ class World:
                 dist.barrier(group=self._control)
 
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
-        """Collective. Raise on all ranks if any rank has an error. A rank with an error raises it;
-        the others raise that of the first failed rank, of the same class if that is one of
-        `trainer.errors`, otherwise PeerFailed."""
+        """Collective. Raise on all ranks if any rank has an error: its own, or that of the first
+        failed rank, of the same class if that is one of `trainer.errors`, otherwise PeerFailed."""
         if error is not None:
             try:
                 self.gather_json((type(error).__name__, str(error)))
@@ -336,7 +332,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+                 trace: object) -> None:
         if error is None or isinstance(error, StopRequested):
             self.close()
         elif isinstance(error, TrainerError):

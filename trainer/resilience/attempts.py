@@ -133,8 +133,7 @@ def failed_step(event: Event) -> int:
 def failure_sentence(event: Event) -> str:
     """A failure in one line: rank, step, phase, attempt and reason."""
     phase = event.get("failed_phase") or event.get("phase")
-    place = (f"step {failed_step(event)} ({phase}), "
-             f"attempt {event['attempt']}")
+    place = f"step {failed_step(event)} ({phase}), attempt {event['attempt']}"
     if _is_secondary(event):
         return f"a peer of rank {event['rank']} was lost at {place}"
     reason, where = event.get("why") or event["event"], event.get("where")

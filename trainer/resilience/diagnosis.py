@@ -200,8 +200,7 @@ def diagnose(error: BaseException) -> Diagnosis:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether memory, disk space or open files are exhausted: no sample is the cause, and another
-    attempt may succeed."""
+    """Whether memory, disk space or open files are exhausted: another attempt may succeed."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_shortage, error.exceptions))
     return isinstance(error, MemoryError) or (
@@ -212,24 +211,19 @@ def is_shortage(error: BaseException | None) -> bool:
 def remedy(error: BaseException) -> str:
     """Remedy for an error at a system limit, or an operation that torch refuses because it is not
     deterministic; "" if none is known."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError | RuntimeError | ImportError):
-            text = text_of(seen)
-            if found := _NONDETERMINISTIC.search(text):
-                return _deterministic_remedy(found[1].split()[0])
-            for words, helps in _LIMITS:
-                if re.search(words, text, re.IGNORECASE):
-                    return helps
-        seen = seen.__cause__
-    return ""
-
-
-def _deterministic_remedy(operation: str) -> str:
-    other = "".join(f"{helps}, or " for words, helps in _DETERMINISTIC
-                    if re.search(words, operation, re.IGNORECASE))
-    return (f"for exact restarts, {operation} must be replaced in the model or the loss: {other}"
-            "continue with --numerics.deterministic off, without equal bits after a restart")
+    if isinstance(error, OSError | RuntimeError | ImportError):
+        text = text_of(error)
+        if found := _NONDETERMINISTIC.search(text):
+            operation = found[1].split()[0]
+            other = "".join(f"{helps}, or " for words, helps in _DETERMINISTIC
+                            if re.search(words, operation, re.IGNORECASE))
+            return (f"for exact restarts, {operation} must be replaced in the model or the loss: "
+                    f"{other}continue with --numerics.deterministic off, without equal bits after "
+                    "a restart")
+        for words, helps in _LIMITS:
+            if re.search(words, text, re.IGNORECASE):
+                return helps
+    return "" if error.__cause__ is None else remedy(error.__cause__)
 
 
 def explain_memory(memory: str, phase: str, config: Any) -> str:
@@ -258,8 +252,7 @@ def explain_memory(memory: str, phase: str, config: Any) -> str:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error of the trainer and its causes, down to the error of user code. Of a group only the
-    first member is followed."""
+    """An error of the trainer and its causes, down to user code's; of a group the first member."""
     inner = error.__cause__ if type(error).__module__.startswith("trainer.") else None
     if isinstance(error, BaseExceptionGroup):
         inner = error.exceptions[0]

@@ -34,9 +34,8 @@ class Pace:
 
     @property
     def limit_s(self) -> float:
-        if self._fixed_s is not None:
-            return self._fixed_s
-        return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
+        learnt_s = max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
+        return learnt_s if self._fixed_s is None else self._fixed_s
 
     @property
     def is_learnt(self) -> bool:
@@ -138,8 +137,6 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """A hang."""
-
     culprits: tuple[int, ...]  # empty: all wait for each other, or the store does not answer
     why: str
     run: bool = True  # whether the culprits can run code, and so end themselves
@@ -156,21 +153,17 @@ def find_hang(
     culprit. While any rank is within its limit, the others may wait for it. `store_host` is the
     rank that hosts the store of heartbeats (None: the launcher).
     """
-    if own.over and not own.waits:
-        return HangReport(culprits=(rank,), why="makes no progress")
     if not own.waits:
-        return None
+        return HangReport(culprits=(rank,), why="makes no progress") if own.over else None
     if store_silent_s > limit_s:
         culprits = () if store_host in (None, rank) else (store_host,)
         return HangReport(culprits=culprits, run=False, why="sends no heartbeat" if culprits else
                           "the store of heartbeats does not answer")
-    silent = tuple(r for r, peer in peers.items() if peer.silent_s > limit_s)
-    if silent:
+    if silent := tuple(r for r, peer in peers.items() if peer.silent_s > limit_s):
         return HangReport(culprits=silent, run=False, why="sends no heartbeat")
     if not own.over or not all(peer.report and peer.report.over for peer in peers.values()):
         return None
-    stuck = tuple(r for r, peer in peers.items() if peer.report and not peer.report.waits)
-    if stuck:
+    if stuck := tuple(r for r, peer in peers.items() if peer.report and not peer.report.waits):
         return HangReport(culprits=stuck, why="makes no progress")
     reports = {rank: own, **{r: peer.report for r, peer in peers.items() if peer.report}}
     return HangReport(culprits=(), why="all ranks wait for each other" + next(

@@ -30,8 +30,7 @@ DUMP_S = 5.0  # time limit of writing stacks, in seconds: the disk may be what h
 
 
 class Alarm:
-    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`. `beats` is
-    None in a world of one rank."""
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`."""
 
     def __init__(
         self, world: World, log: Log, marks: ProgressMarks, beats: Heartbeats | None, tick_s: float
@@ -49,7 +48,6 @@ class Alarm:
         self.rescue = rescue
 
     def stop(self) -> None:
-        """See `Watchdog.stop`."""
         with self._leaving:
             self.stopped = True
         if self._beats is not None:
@@ -142,8 +140,7 @@ class Alarm:
             time.sleep(0.02)
 
     def _end(self, culprit: int, others: set[int]) -> bool:
-        """Kill a stopped culprit if this is the lowest of the other ranks on its host. Returns
-        whether there is such a rank."""
+        """Kill a stopped culprit, if this is the lowest other rank of its host, if it has one."""
         assert self._beats is not None
         rank, known = self._world.rank, self._beats.identities
         if (who := known.get(culprit)) is None:

@@ -63,7 +63,6 @@ class Heartbeats:
         return {rank: who for rank, who in known.items() if who.host == known[self._rank].host}
 
     def update(self, report: RankReport, *, listening: bool) -> None:
-        """Send this report from now on, and read those of the others if `listening`."""
         self.report, self.listening = report, listening
 
     def gather(self, times: StepTiming) -> None:

@@ -105,16 +105,14 @@ def has_lost_rank(launch: LaunchInfo) -> bool:
 
 def tell(word: str, value: Any) -> None:
     """Send a line to `python -m launch`, if it is the launcher: a keyword and a JSON value."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
+    if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
         with contextlib.suppress(OSError):  # the launcher is gone, which its watcher notices
             os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file. torchrun shows the earliest as the root cause,
-    and dates the death of a killed rank by when it noticed it: a secondary failure gets a later
-    time."""
+    """Write the failure into torchrun's error file. torchrun shows the earliest as root cause, and
+    the death of a killed rank when it has noticed it: a secondary failure gets a later time."""
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())

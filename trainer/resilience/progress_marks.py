@@ -28,7 +28,6 @@ _COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)  # from there on t
 _MAIN, _WRITER, _BYTES = 0, 2, 32
 """Offsets of the places in words of 8 bytes (one for mark and step, one for the time); size."""
 
-
 Subscriber = Callable[[Phase, int, int], None]
 """Called at each mark with the mark, the step and the epoch; may raise, or end the process."""
 
@@ -80,7 +79,7 @@ class ProgressMarks:
             subscriber(point, self._step if step is None else step, epoch)
 
     def rehearse(self, point: Phase, step: int, epoch: int = 0) -> None:
-        """Record a mark in the warm-up, as a warm-up mark, for no subscriber."""
+        """Record a mark of the warm-up as such, for no subscriber."""
         self._step = step
         self._pass(point, _NUMBERS[Phase.WARM_UP])
 

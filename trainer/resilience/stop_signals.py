@@ -77,8 +77,7 @@ class StopSignals:
 
     def shield(self) -> None:
         """Block the signals and take them when they are pending, which tells who has sent them.
-        Main thread only. Processes started from now on have the signals blocked: they survive a
-        signal to the whole group."""
+        Main thread only. Processes started from now on survive a signal to the whole group."""
         if self._blocked < 0 and self._before:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._blocked = _signal_fd(self._before)
@@ -100,8 +99,7 @@ class StopSignals:
         self._wake()
 
     def leave_when(self, idle: Callable[[], bool], leave: Callable[[], int]) -> None:
-        """The same with `leave`, as soon as a stop is requested while nothing is to be saved
-        (`idle`)."""
+        """The same with `leave` as soon as a stop is requested while nothing is to be saved."""
         self._idle, self._leave = idle, leave
         self._wake()
 
@@ -130,8 +128,8 @@ class StopSignals:
         self.request(signal.Signals(number).name)
 
     def _take_pending(self) -> None:
-        """Take the blocked signals. The lock is held from the removal of a signal to its record, so
-        that no other thread finds neither of them."""
+        """Take the blocked signals. The lock is held from the removal of a signal to its record:
+        another thread finds one of them."""
         if self._blocked < 0:
             return
         with self._taking:

@@ -197,8 +197,7 @@ def newest_step(path: Path) -> int:
 def parse_records(
     data: bytes, kind: Kind = OBJECT, tell: Callable[[str], object] = len
 ) -> list[dict[str, Any]]:
-    """The records of a kind in lines; other and truncated lines are left out. `tell` is called with
-    a message about them."""
+    """The records of a kind in lines. `tell` is called with a message about other lines."""
     found, others = [], list[str]()
     for number, line in enumerate(data.splitlines(), 1):
         try:

@@ -119,15 +119,13 @@ class RunLock:
     ) -> str | None:
         """Make this attempt the owner of the run folder. Its first process to do this `holds` the
         lock; the others, in a folder that several nodes share, return at once. It is taken over
-        from an owner that is dead, that the same launcher started, or whose launcher is dead.
+        from an owner that is dead, that the same launcher started, or whose launcher is dead:
+        returns a message if such an owner lives, else None.
 
         Args:
             launcher_pid: the process whose death makes this one an orphan; None without a launcher.
             launch_id: equal in all attempts of one launch, on all hosts; None without one.
             wait_s: seconds to wait for a living owner to exit, before a ConfigError.
-
-        Returns:
-            A message about the living process the lock was taken over from, or None.
         """
         me = {"nonce": self.nonce, "pid": os.getpid(), "place": _place(), "launch_id": launch_id,
               "launcher_pid": launcher_pid,
@@ -214,8 +212,7 @@ class RunLock:
 
 
 def living_owner(path: Path) -> str | None:
-    """The nonce in a lock file if its owner is alive. A process that has a `RunLock` of the same
-    file would lose its locks."""
+    """The nonce in a lock file if its owner lives. A process that has this `RunLock` loses it."""
     try:
         with open(open_regular(path), "rb") as file:
             if not _OWNER(record := parse_json(file.read(4096))):

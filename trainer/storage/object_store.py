@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,7 +54,6 @@ class StoredObject:
 
     key: str
     size: int
-    modified: datetime
 
 
 def check_url(url: str) -> None:
@@ -125,7 +124,6 @@ class ObjectStore:
             self._api.put(self._store, key, data, mode="create")
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object, whether it exists or not."""
         with _translated(key):
             self._api.put(self._store, key, data)
 
@@ -165,8 +163,7 @@ class ObjectStore:
                           max_concurrency=PARALLEL)
 
     def download(self, key: str, size: int) -> Iterator[memoryview]:
-        """The content of an object of this size, in parts that are read in parallel. Raises
-        Missing."""
+        """The content of an object of this size, in parts that are read in parallel."""
         def part(start: int) -> memoryview:
             with _translated(key):
                 return memoryview(self._api.get_range(
@@ -186,7 +183,7 @@ class ObjectStore:
         with _translated(prefix):
             for batch in self._api.list(self._store, prefix=prefix or None):
                 for meta in batch:
-                    yield StoredObject(meta["path"], meta["size"], meta["last_modified"])
+                    yield StoredObject(meta["path"], meta["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, which may be missing."""

@@ -109,8 +109,7 @@ OBJECT = Kind()
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """As `json.loads`. Also raises ValueError for a name that is twice in an object, and for more
-    than `DEEPEST` levels."""
+    """As `json.loads`, but a name twice in an object, or over `DEEPEST` levels, is a ValueError."""
     try:
         value = json.loads(data, object_pairs_hook=_with_each_name_once, **hooks)
     except RecursionError:

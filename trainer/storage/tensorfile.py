@@ -84,8 +84,7 @@ def is_whole(path: Path) -> bool:
 
 
 def parse_tensors(data: bytes, name: str) -> dict[str, Tensor]:
-    """The tensors in the content of a safetensors file, by name: `load` has no fixed order. Raises
-    FileDamaged."""
+    """The tensors of a file's content, by name (`load` has no fixed order). Raises FileDamaged."""
     from safetensors.torch import load
 
     with _damage_reported(name):

@@ -103,9 +103,6 @@ class Log:
             value = value.replace(text, "***")
         return value
 
-    def debug(self, text: str) -> None:
-        self._line("debug", text)
-
     def info(self, text: str) -> None:
         self._line("info", text)
 

@@ -219,8 +219,7 @@ class Metrics:
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
-        """Write all lines and fsync the file, in any thread. Raises OSError if some can't be
-        written."""
+        """Write all lines and fsync, in any thread. Raises OSError if some can't be written."""
         if self._file is not None:
             self._repair()
             self._file.sync()

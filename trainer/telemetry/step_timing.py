@@ -190,28 +190,28 @@ class StepTiming:
 
     def _check(self, line: dict[str, Any]) -> None:
         """Warn once about a problem that several consecutive lines show."""
-        if self._lines == 1 or line["steps"] < 2:
+        if self._lines == 1 or line["steps"] < 2 or not min(line["step_s"]):
             return
-        slow, waits = slowest_rank(line), longest_data_wait(line)
-        problems = {}
-        if slow is not None:
-            problems[f"slow {slow[0]}"] = _slow_message(line, *slow)
-        if waits is not None:
-            problems["data"] = self._data_message(line, *waits)
+        problems = _slow_rank(line) | self._slow_loader(line)
         self._seen = {name: self._seen.get(name, 0) + 1 for name in problems}
         for name, text in problems.items():
             if self._seen[name] >= IN_A_ROW and name not in self._warned:
                 self._warned.add(name)
                 self._warn(text)
 
-    def _data_message(self, line: Mapping[str, Any], rank: int, share: float) -> str:
+    def _slow_loader(self, line: Mapping[str, Any]) -> dict[str, str]:
+        """A warning if waiting for data takes more than `WAITING` of a rank's steps."""
+        share, rank = max((data / step, rank) for rank, (step, data) in enumerate(
+            zip(line["step_s"], line["data_s"], strict=True)))
+        if share <= WAITING:
+            return {}
         step, data = (line[f"{part}_s"][rank] / line["steps"] for part in ("step", "data"))
         more = min(max(2, 2 * self._workers), max(2, self._cores))
         remedy = f"--data.workers {more}" if more > self._workers else (
             "cheaper samples (smaller files, less to decode), or more processors for each rank")
         of_rank = f", rank {rank}" if self._size > 1 else ""
-        return (f"your loader is the bottleneck: {share:.0%} of each step waits for data "
-                f"({_ms(data)} of {_ms(step)}{of_rank}); try {remedy}")
+        return {"data": f"your loader is the bottleneck: {share:.0%} of each step waits for data "
+                        f"({_ms(data)} of {_ms(step)}{of_rank}); try {remedy}"}
 
 
 def own_step_s(line: Mapping[str, Any]) -> list[float]:
@@ -220,34 +220,19 @@ def own_step_s(line: Mapping[str, Any]) -> list[float]:
             zip(line["step_s"], line["communication_s"], strict=True)]
 
 
-def slowest_rank(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """(rank, share of a step that the others wait for it) if that is above `NOTICED`."""
-    if len(line["step_s"]) < 2 or None in line["step_s"]:
-        return None
+def _slow_rank(line: Mapping[str, Any]) -> dict[str, str]:
+    """A warning if the other ranks wait for one more than `NOTICED` of a step."""
     own = own_step_s(line)
-    rank = max(range(len(own)), key=own.__getitem__)
-    others = statistics.median(o for r, o in enumerate(own) if r != rank)  # as if all had it
-    share = (own[rank] - others) / max(line["step_s"])
-    return (rank, share) if share > NOTICED else None
-
-
-def longest_data_wait(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """(rank, share of its steps that waits for data) if the largest is above `WAITING`."""
-    if None in line["step_s"] or not min(line["step_s"]):
-        return None
-    shares = [data / step for data, step in zip(line["data_s"], line["step_s"], strict=True)]
-    rank = max(range(len(shares)), key=shares.__getitem__)
-    return (rank, shares[rank]) if shares[rank] > WAITING else None
-
-
-def _slow_message(line: Mapping[str, Any], rank: int, share: float) -> str:
-    own, count = own_step_s(line), line["steps"]
-    others = statistics.median(o for r, o in enumerate(own) if r != rank)
-    data = line["data_s"][rank]
-    for_data = f" ({_ms(data / count)} of it for data)" if data > 0.2 * own[rank] else ""
-    return (f"rank {rank} holds the others back: it needs {_ms(own[rank] / count)} a "
-            f"step{for_data}, they {_ms(others / count)}: {share:.0%} of each step is spent on "
-            "waiting for it")
+    slowest, rank = max((seconds, rank) for rank, seconds in enumerate(own))
+    others = statistics.median([s for r, s in enumerate(own) if r != rank] or own)
+    share = (slowest - others) / max(line["step_s"])  # as if all others had the median
+    if share <= NOTICED:
+        return {}
+    count, data = line["steps"], line["data_s"][rank]
+    for_data = f" ({_ms(data / count)} of it for data)" if data > 0.2 * slowest else ""
+    return {f"slow {rank}": f"rank {rank} holds the others back: it needs {_ms(slowest / count)} a "
+                            f"step{for_data}, they {_ms(others / count)}: {share:.0%} of each step "
+                            "is spent on waiting for it"}
 
 
 def _ms(seconds: float) -> str:
@@ -255,10 +240,6 @@ def _ms(seconds: float) -> str:
 
 
 def resident_mb() -> float:
-    """The resident memory of this process in MB; 0 if it is not known."""
-    try:
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[1])
-    except OSError:
-        return 0.0
+    """The resident memory of this process in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)

@@ -223,8 +223,7 @@ def _rates(lrs: Sequence[float] | Mapping[str, Any]) -> Iterator[tuple[str, floa
 
 
 class StepFilter:
-    """Which training steps a sink shows: the first one, and each `every` steps. With turns, of each
-    turn the first step that is due."""
+    """The steps that a sink shows: the first, each `every` steps; with turns the next of each."""
 
     def __init__(self, every: int) -> None:
         self._every, self._shown = every, dict[str, int]()

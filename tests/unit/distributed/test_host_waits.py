@@ -145,19 +145,6 @@ def test_the_host_waits_once_in_a_step(case: str) -> None:
     assert waits.places() == [*others, SUMS], waits.found
 
 
-def test_a_wait_that_somebody_adds_to_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def impatient(parameters: list[Tensor], config: Clip) -> Tensor:
-        return torch.tensor(sum(p.grad.sum().item() for p in parameters))
-
-    with waits_in(applied) as waits:
-        step = make_step()
-        monkeypatch.setattr("trainer.step.clip", impatient)
-        with contextlib.suppress(RuntimeError):
-            step(micro_batches())
-
-    assert any(place.endswith("impatient") or "genexpr" in place for place in waits.places())
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     """Four ranks, of which there is only this one."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.resilience.progress_marks import POINTS
-from trainer.telemetry.status import AT_STAKE, PREPARING, Phase, Rescue, Status, decide_rescue
+from trainer.telemetry.status import AT_STAKE, Phase, Rescue, Status, decide_rescue
 
 STAGES = (Phase.START, Phase.JOIN, Phase.BUILD, Phase.WARM_UP, Phase.RESTORE, Phase.TRAIN,
           Phase.EVALUATE, Phase.ROLL_BACK, Phase.STOP, Phase.FINISH)
@@ -43,10 +42,6 @@ def test_what_may_be_saved_follows_from_the_status(phase, in_step, updating, aft
         assert decide_rescue(now, own_error=own_error, exchanging_weights=True) is Rescue.LOST
 
 
-def test_a_stop_before_the_first_step_loses_nothing():
-    assert {s for s in STAGES if status(s).has_nothing_at_stake} == PREPARING
-
-
 @pytest.mark.parametrize(("phase", "point", "place"), [
     (Phase.TRAIN, Phase.READING, "data"), (Phase.TRAIN, Phase.OPTIMIZER, "optimizer"),
     (Phase.WARM_UP, Phase.FORWARD, "warm-up, forward"), (Phase.BUILD, Phase.START, "build"),
@@ -56,8 +51,3 @@ def test_a_place_has_the_most_precise_name(phase, point, place):
     now.reach(point)
 
     assert now.place == place
-
-
-def test_each_mark_has_a_number():
-    assert len(set(POINTS)) == len(POINTS)
-    assert set(Phase) - set(POINTS) <= set(STAGES)

@@ -8,13 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from wandb_stand_in import StandIn
 
 from trainer.errors import ConfigError
-from trainer.telemetry.events import Log
-from trainer.telemetry.tensorboard import GuardedSink
 from trainer.telemetry.wandb import ID, WandB, check_installed
 
 STEP = {"step": 1, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4}
@@ -57,29 +54,6 @@ def test_a_run_without_wandb_installed_is_refused_with_a_remedy(monkeypatch):
     check_installed("off")
     with pytest.raises(ConfigError, match=r"--log.wandb online.*pip install '.\[wandb\]'"):
         check_installed("online")
-
-
-@pytest.mark.parametrize("call", ["init", "Image"])
-def test_an_error_of_wandb_is_only_a_warning(tmp_path, monkeypatch, capfd, call):
-    stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-
-    def fail(*_: object, **options: object) -> None:
-        raise OSError("no network")
-
-    setattr(stand_in, call, fail)
-    sink = GuardedSink("--log.wandb online", lambda: WandB(
-        tmp_path, "abc", mode="online", every=1, settings={}), Log())
-    sink.step(STEP, {})
-    sink.picture(np.zeros((2, 2, 3), np.uint8), 10)
-    sink.validation(VALIDATION)
-    sink.finish({}, {}, 10)
-    sink.close()
-
-    told = capfd.readouterr().err
-    assert told.startswith("warning: --log.wandb online has failed and is disabled:\n")
-    assert told.endswith("OSError: no network\n")
-    assert told.count("warning") == 1
 
 
 REAL = """
