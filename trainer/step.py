@@ -168,7 +168,6 @@ class ForwardBackward:
         self._trained = [n for n, p in wrapped.named_parameters()
                          if p.requires_grad and p not in others]
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
-        self._waiting = waiting_for(WaitsFor.PEERS)
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm) and not self._on_device:
                 module.measure_with(self.communication)
@@ -196,9 +195,9 @@ class ForwardBackward:
             reduced = spec.last and self.num_ranks > 1
             if reduced:
                 self.communication.time_backward(loss)
-            with (self._waiting if reduced else NOTHING,
+            with (waiting_for(WaitsFor.PEERS) if reduced else NOTHING,
                   NOTHING if counts else stand_in.zero_gradients(self._leaves)):
-                self._scaler.scale(loss).backward(self.objective.gradients.get(loss.dtype))
+                self._scaler.scale(loss).backward()
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)
             self.communication.end_backward()
@@ -252,7 +251,6 @@ class Step:
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
         self._epochs: EpochCalls | None = state.parts.get("epoch")
         self._own_generators = rng.find_generators(self.after_step) if self.after_step else []
-        self._waiting_for_device = waiting_for(WaitsFor.DEVICE)
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
     @classmethod
@@ -298,7 +296,7 @@ class Step:
         self._to_mean(vector[COUNT])
         grad_norm = self.compute.of.clip(self.clip)
         self._device_span.second()
-        with self._waiting_for_device:
+        with waiting_for(WaitsFor.DEVICE):
             sums, norm, scale = self.objective.read_sums(vector, grad_norm, loss_scale)
         if sums.samples < self.min_samples:
             self._discard_window()
@@ -352,7 +350,7 @@ class Step:
         if "buffers" in sums.requests and buffers.agree(self.world):
             sums = replace(sums, loss=math.nan)
         if buffers.broadcast(self.world):
-            with self._waiting_for_device:
+            with waiting_for(WaitsFor.DEVICE):
                 self.boundary.wait_for_device()
         return sums
 

@@ -177,11 +177,6 @@ class Objective(nn.Module):
         self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
-        dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
-        self.gradients = {} if num_ranks > 1 else {
-            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
-        """Dtype of the loss → the gradient with which backward begins, in place of 1: that of the
-        mean. Empty with several ranks, where `forward` divides the loss, to which it adds sums."""
 
     def forward(self, batch: Any, samples: int, requests_if_last: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
@@ -190,7 +185,7 @@ class Objective(nn.Module):
         # A stand-in's buffers are put back, so those before it are checked.
         before = self._look_at_buffers() if requests_if_last is not None and not samples else ()
         if self._is_first_batch and samples:
-            self._is_first_batch = False  # only once: a module sets an attribute in 15 us
+            self._is_first_batch = False
             with first_batch():
                 outcome = self.loss(self.model, batch)
         else:
@@ -201,10 +196,9 @@ class Objective(nn.Module):
             self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.accumulator.add(outcome, samples, replaced)
-        if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
+        if loss.dtype not in (torch.float32, torch.float64):
             loss = loss.float()
-        if self.stats_carrier is not None:
-            loss = loss * self._factor
+        loss = loss * self._factor
         if requests_if_last is not None:
             self.accumulator.set_requests(
                 requests_if_last, *(self._look_at_buffers() if samples else before))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from enum import Enum
 from types import CodeType, FrameType
 
@@ -28,21 +30,16 @@ _markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
 """Thread → (wait, code that marked it), the innermost last."""
 
 
-class waiting_for:
-    """Context manager: the calling thread waits inside, unless it runs user code (a hook, an
-    autograd function) there: see `waits_for`. Costs less than a microsecond."""
-
-    __slots__ = ("_stack", "_whom")
-
-    def __init__(self, whom: WaitsFor) -> None:
-        self._whom = whom
-
-    def __enter__(self) -> None:
-        self._stack = _markers.setdefault(threading.get_ident(), [])
-        self._stack.append((self._whom, sys._getframe(1).f_code))
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.pop()
+@contextlib.contextmanager
+def waiting_for(whom: WaitsFor) -> Iterator[None]:
+    """Context in which the calling thread waits, unless it runs user code (a hook, an autograd
+    function) there: see `waits_for`."""
+    stack = _markers.setdefault(threading.get_ident(), [])
+    stack.append((whom, sys._getframe(2).f_code))  # of the `with`; 1 is contextlib's
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
