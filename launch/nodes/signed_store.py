@@ -31,11 +31,7 @@ class SignedStore(Store):
     replaced by the newest one that this node has seen; so is a deleted one. While a node has not
     seen any, it raises `ForgedValue` and leaves the repair to the others: otherwise a node with
     another secret would disturb them. Only the host of the store, which may be alone, overwrites
-    it.
-
-    Args:
-        is_host: whether this node hosts the store.
-        on_forged: called for each value that is not accepted.
+    it. `on_forged` is called for each value that is not accepted.
     """
 
     def __init__(

@@ -82,13 +82,8 @@ def without_secrets(url: str) -> str:
 
 
 class ObjectStore:
-    """The objects below a URL, by key. Thread-safe. All methods raise StoreError.
-
-    Args:
-        store: an object store of obstore.
-        url: its URL, for messages.
-        folder: the folder of a `file://` store, whose conditional writes need a lock.
-    """
+    """The objects below a URL, by key. Thread-safe. All methods raise StoreError. `folder` is that
+    of a `file://` store, whose conditional writes need a lock."""
 
     def __init__(self, store: Any, url: str, *, folder: Path | None = None) -> None:
         import obstore

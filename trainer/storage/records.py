@@ -123,11 +123,11 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
 def read_record(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
     """Read a JSON object; None without a file. Raises FileDamaged if it isn't one of its kind."""
     try:
-        value = parse_json(read_file(path))
+        data = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except FileDamaged:
-        raise
+    try:
+        value = parse_json(data)
     except ValueError as error:
         raise FileDamaged(f"{display_path(path)}: it can't be read as JSON: {error}") from error
     if why := kind.problem(value):
@@ -145,12 +145,11 @@ def read_json(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises OSError, or FileDamaged if it can't be parsed."""
+    text = read_text(path)
     try:
-        table = tomllib.loads(read_text(path))
+        table = tomllib.loads(text)
         if _is_deep(table):
             raise RecursionError
-    except FileDamaged:
-        raise
     except RecursionError:
         raise FileDamaged(f"{display_path(path)}: it is nested too deeply") from None
     except ValueError as error:

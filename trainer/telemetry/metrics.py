@@ -119,12 +119,8 @@ def _named_rates(result: StepResult) -> dict[str, float | list[float]]:
 def validation_line(
     step: int, scores: Mapping[str, Scores], train_loss: float | None
 ) -> dict[str, Any]:
-    """The line of a validation, with the table of the task if it is not too large.
-
-    Args:
-        scores: those of each split. The first one is the main set; of the others, named
-            "validation:NAME", the keys begin with val_NAME_.
-    """
+    """The line of a validation, with the table of the task if it is not too large. The first of the
+    `scores` is the main set's; the keys of the others, "validation:NAME", begin with val_NAME_."""
     main = next(iter(scores.values()))
     line: dict[str, Any] = {"step": step, "train_loss": _number(train_loss)}
     for prefix, found in (("val_", main), *(
@@ -244,11 +240,8 @@ class Metrics:
         self._pending, self._sync_at = kept, MOST_PENDING
 
     def step(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
-        """Record a training step. Returns the seconds of this rank in the step.
-
-        Args:
-            waited_s: seconds of waiting for data in all steps so far.
-        """
+        """Record a training step; returns this rank's seconds in it. `waited_s`: those of waiting
+        for data in all steps so far."""
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
         compute = (result.seconds - data if result.device_s is None

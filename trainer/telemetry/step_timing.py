@@ -73,13 +73,8 @@ class StepTiming:
     """Sums the times of this rank's steps; rank 0 writes the lines of all ranks, which it receives
     with the heartbeats.
 
-    `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats.
-
-    Args:
-        workers: loader processes of a rank.
-        cores: processors that a rank has for itself.
-        warn: called with a warning, on rank 0.
-        memory: returns the memory of this rank in MB.
+    `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats. A
+    rank has `workers` loader processes, `cores` processors for itself, and `memory()` in MB.
     """
 
     def __init__(

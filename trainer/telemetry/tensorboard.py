@@ -33,12 +33,8 @@ NORMS = 4096
 
 class EventFile:
     """A file of a TensorBoard run, one write per record. torch's SummaryWriter has a thread and a
-    buffer, which a forked loader worker would inherit, and a full disk ends it.
-
-    Args:
-        folder: that of the run.
-        first: TensorBoard drops what earlier files of the folder show from this step on.
-    """
+    buffer, which a forked loader worker would inherit, and a full disk ends it. From the step
+    `first` on, TensorBoard drops what earlier files of the folder show."""
 
     def __init__(self, folder: Path, first: int) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

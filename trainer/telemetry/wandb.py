@@ -27,14 +27,8 @@ def check_installed(mode: str) -> None:
 
 
 class WandB(Sink):
-    """Sink for Weights & Biases, which ignores the steps that an earlier attempt has logged.
-
-    Args:
-        path: the run folder, for the id and, offline, the files of wandb.
-        run_id: id of a new W&B run.
-        every: steps between scalars.
-        class_names: names for the confusion matrix.
-    """
+    """Sink for Weights & Biases, which ignores the steps that an earlier attempt has logged. The
+    run folder `path` has the id (of a new W&B run: `run_id`) and, offline, the files of wandb."""
 
     def __init__(self, path: Path, run_id: str, *, mode: str, every: int,
                  settings: Mapping[str, Any], class_names: Any = ()) -> None:
