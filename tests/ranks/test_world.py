@@ -95,7 +95,8 @@ def _broadcast() -> tuple[list[bytes], list[bytes]]:
             torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last).bfloat16()]
 
         def content() -> list[bytes]:
-            return [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+            return [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    for t in tensors]
 
         before = content()
         world.broadcast(tensors, 1)
