@@ -16,12 +16,6 @@ from launching import Launched
 from machine import AT_ONCE_S, GONE_S, wait_gone
 
 
-def test_a_final_exit_code_wins_over_an_earlier_secondary_exit(tmp_path: Path) -> None:
-    with Launched(tmp_path / "run", {"0.0": "exit=1", "0.1": "follow=77"}, num_ranks=2) as launch:
-        assert launch.end() == 77
-        assert len(launch.notes("started")) == 2
-
-
 @pytest.mark.parametrize(("name", "ended"), [
     ("refused", (2, "", "no such data\n")), ("helped", (0, "usage\n", ""))])
 def test_refused_arguments_and_help_start_no_rank(tmp_path, name, ended):
@@ -60,19 +54,12 @@ def test_one_ctrl_c_signals_each_rank_once(tmp_path: Path) -> None:
     script = {"0.0": "serve", "0.1": "serve"}
     with Launched(tmp_path / "run", script, num_ranks=2) as launch:
         launch.wait_notes("serving", 2)
-        # All sockets of the launcher, the fork server and the ranks listen on loopback only.
-        sockets = {}
-        for pid in {launch.process.pid, *launch.pids()}:
-            sockets |= machine.listening(pid)
 
         os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
-        code = launch.end()
 
-        assert code == 75
-        assert set(sockets.values()) == {"0100007F"}
+        assert launch.end() == 75
         assert sorted(note["rank"] for note in launch.notes("sigterm")) == [0, 1]
         assert wait_gone(launch.pids(), AT_ONCE_S) == set()
-        assert sockets.keys().isdisjoint(machine.listeners())
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
