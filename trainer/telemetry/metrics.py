@@ -32,13 +32,12 @@ RESERVED = ("step", "epoch", "turn", "loss", "lr", "lrs", "grad_norm", "samples"
 """Keys of a training line that are not metrics of the task."""
 
 
-def _table(value: Any) -> bool:
-    """Numbers in rows of equal length, or in blocks of them, as in a confusion matrix."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], list):
-        return False
-    is_flat = not isinstance(value[0][0] if value[0] else 0, list)
-    return all(type(row) is list and len(row) == len(value[0]) > 0 and (
-        all(map(is_number, row)) if is_flat else _table(row)) for row in value)
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Shape of numbers in nested lists, as `Tensor.tolist` makes them; None for other values."""
+    if type(value) is not list:
+        return () if is_number(value) else None
+    inner = set(map(_shape, value))
+    return (len(value), *found) if len(inner) == 1 and (found := inner.pop()) is not None else None
 
 
 def _rates(value: Any) -> bool:
@@ -51,7 +50,7 @@ METRIC_LINE = Kind(
     needed={"step": is_count},
     known={"epoch": is_count, "samples": is_count, "replaced": is_count, "skipped": is_flag,
            "lr": is_number, "lrs": _rates, "turn": is_text, "scale": is_number,
-           "val_table": _table},
+           "val_table": lambda value: bool(_shape(value))},
     others=optional(is_number))
 """A line of metrics.jsonl."""
 LARGEST_TABLE = 10_000
@@ -129,7 +128,7 @@ def validation_line(
         line |= {prefix + "loss": _number(found.loss),
                  **{prefix + name: _number(value) for name, value in found.metrics.items()},
                  prefix + "samples": found.samples}
-    if main.table is not None and main.table.numel() <= LARGEST_TABLE:
+    if main.table is not None and main.table.dim() and 0 < main.table.numel() <= LARGEST_TABLE:
         line["val_table"] = main.table.long().tolist()
     return line
 

@@ -10,7 +10,7 @@ import torch
 from trainer.run.evaluate import Scores
 from trainer.run.finish import classes
 from trainer.telemetry.classification import confusion, hits, macro, per_class
-from trainer.telemetry.metrics import LARGEST_TABLE, validation_line
+from trainer.telemetry.metrics import LARGEST_TABLE, METRIC_LINE, validation_line
 from trainer.telemetry.tensorboard import validation_scalars
 
 
@@ -59,16 +59,18 @@ def test_figures_of_each_class_are_those_of_counting(multi_label):
     assert all(v.tolist() == [1, 0] for v in per_class(torch.tensor([[3, 0], [0, 0]])).values())
 
 
-def test_the_table_is_in_the_record_and_not_among_the_scalars():
-    side = math.isqrt(LARGEST_TABLE) + 1
-    small, large = (Scores(loss=1.0, metrics={"f1": 0.5}, samples=1, table=torch.ones(n, n))
-                    for n in (2, side))
+@pytest.mark.parametrize(("shape", "is_kept"), [
+    ((2, 2), True), ((8,), True), ((3, 2, 2), True), ((math.isqrt(LARGEST_TABLE) + 1,) * 2, False),
+    ((), False), ((0, 2), False)])
+def test_a_table_is_in_the_record_and_not_among_the_scalars(shape, is_kept):
+    table = torch.ones(shape)
+    scores = Scores(loss=1.0, metrics={"f1": 0.5}, samples=1, table=table)
 
-    line = validation_line(5, {"validation": small}, 0.5)
+    line = validation_line(5, {"validation": scores}, 0.5)
 
-    assert line["val_table"] == [[1, 1], [1, 1]]
+    assert line.get("val_table") == (table.tolist() if is_kept else None)
+    assert METRIC_LINE.problem(line) == ""
     assert all(isinstance(value, float) for value in validation_scalars(line).values())
-    assert "val_table" not in validation_line(5, {"validation": large}, 0.5)
 
 
 def test_classes_are_named_where_the_task_names_them():
