@@ -79,7 +79,7 @@ class Alarm:
         """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
         assert self._beats is not None
         last = self._beats.peers()[culprit].report
-        last = last or RankReport(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
+        last = last or RankReport(phase="unknown", step=0, idle_s=0.0, waits=False, over=True)
         who = self._beats.on_this_host().get(culprit)
         if who is None or (places := read_marks(who.pid)) is None:
             return last
