@@ -197,7 +197,7 @@ class ForwardBackward:
                 self.communication.time_backward(loss)
             with (waiting_for(WaitsFor.PEERS) if reduced else NOTHING,
                   NOTHING if counts else stand_in.zero_gradients(self._leaves)):
-                self._scaler.scale(loss).backward()
+                self._scaler.scale(loss).backward(self.objective.gradients.get(loss.dtype))
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)
             self.communication.end_backward()

@@ -177,6 +177,11 @@ class Objective(nn.Module):
         self._look: Callable[[Outcome], None] | None = None
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
+        dtypes = (torch.float32,) if device.type == "mps" else (torch.float32, torch.float64)
+        self.gradients = {} if num_ranks > 1 else {
+            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
+        """Dtype of the loss → the gradient with which backward begins, in place of 1: that of the
+        mean. Empty with several ranks, where `forward` divides the loss, to which it adds sums."""
 
     def forward(self, batch: Any, samples: int, requests_if_last: tuple[bool, ...] | None = None,
                 replaced: int = 0) -> Tensor:
@@ -198,7 +203,8 @@ class Objective(nn.Module):
         loss = self.accumulator.add(outcome, samples, replaced)
         if loss.dtype not in (torch.float32, torch.float64):
             loss = loss.float()
-        loss = loss * self._factor
+        if self.stats_carrier is not None:
+            loss = loss * self._factor
         if requests_if_last is not None:
             self.accumulator.set_requests(
                 requests_if_last, *(self._look_at_buffers() if samples else before))
