@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from xml.etree import ElementTree
 
 KEPT = timedelta(days=1)
 """Younger uploads may be those of a living writer."""
+_UPLOAD = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
 _TIMEOUT_S = 30.0
 
 
@@ -30,18 +31,19 @@ def abort_open_uploads(url: str, now: datetime | None = None) -> int:
         return 0
     prefix = parts.path.strip("/") + "/"
     answer = _request("GET", f"/{parts.netloc}", {"prefix": prefix.lstrip("/"), "uploads": ""})
-    try:
-        uploads = ElementTree.fromstring(answer).iterfind(".//{*}Upload")
-    except ElementTree.ParseError as error:
-        raise OSError(f"the list of uploads can't be read: {error}") from error
     aborted = 0
-    for upload in uploads:
-        key, number, begun = (upload.findtext(f"{{*}}{tag}", "")
-                              for tag in ("Key", "UploadId", "Initiated"))
-        if (now or datetime.now(UTC)) - datetime.fromisoformat(begun) > KEPT:
-            _request("DELETE", f"/{parts.netloc}/{key}", {"uploadId": number})
+    for upload in _UPLOAD.findall(answer):
+        begun = datetime.fromisoformat(_text(upload, "Initiated"))
+        if (now or datetime.now(UTC)) - begun > KEPT:
+            _request("DELETE", f"/{parts.netloc}/{_text(upload, 'Key')}",
+                     {"uploadId": _text(upload, "UploadId")})
             aborted += 1
     return aborted
+
+
+def _text(xml: str, tag: str) -> str:
+    found = re.search(f"<{tag}>(.*?)</{tag}>", xml, re.DOTALL)
+    return "" if found is None else found[1]
 
 
 def _request(method: str, path: str, query: Mapping[str, str]) -> str:
