@@ -17,7 +17,6 @@ from runs import TAPE
 
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
-from trainer.storage.records import read_json
 
 STEPS = 200
 FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
@@ -44,8 +43,8 @@ class Run:
             launch.process.wait()
 
     def wait_step(self, launch: Launch, step: int, *, attempt: int = 0) -> None:
-        launch.wait(lambda: launch.step() >= step and (
-            read_json(self.path / "run.json") or {})["attempt"] >= attempt, f"step {step}")
+        launch.wait(lambda: launch.step() >= step and any(
+            e["attempt"] >= attempt for e in launch.events("first-step")), f"step {step}")
 
     def check_all_gone(self, pids: list[int], sockets: dict[str, str], killed_s: float) -> None:
         assert wait_gone(set(pids), GONE_S - (time.monotonic() - killed_s)) == set()
