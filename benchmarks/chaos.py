@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import chaos_plan as plans
 from benchmarks import reporting
 from benchmarks.chaos_mirror import MirrorWatch
-from benchmarks.chaos_plan import Card, Fault, Run, Setting
+from benchmarks.chaos_plan import Fault, Run, Setting
 from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, Watch, differences, train
 from benchmarks.chaos_store import FaultyStore
 
@@ -39,8 +39,8 @@ def main() -> int:
     options = _parse()
     draw = random.Random(options.seed)
     cards = plans.mirror_deck(draw) if options.mirror else plans.deck(draw, soak=options.soak)
-    left, sizes = list[Card](), plans.mirror_sizes if options.mirror else plans.sizes
-    deal = functools.partial(plans.plan, cards=cards, left=left, draw=draw, seed=options.seed,
+    sizes = functools.partial(plans.sizes, mirror=options.mirror)
+    deal = functools.partial(plans.plan, cards=cards, left=[], draw=draw, seed=options.seed,
                              soak=options.soak, mirror=options.mirror)
     runs = [deal(number, count) for number, count in enumerate(sizes(options.faults))]
     if options.only is not None:
@@ -56,14 +56,10 @@ def main() -> int:
         missing = wanted - len(chaos.fired)
         if not missing or options.only is not None:
             break
-        # Faults that could not happen, since their place was never reached, are dealt again.
-        left += chaos.missed
-        chaos.missed = []
+        # Others take the place of faults whose place was never reached.
         first = len(chaos.results)
         runs = [deal(first + place, count + options.mirror)
                 for place, count in enumerate(sizes(missing))]
-    if store is not None:
-        store.close()
     chaos.summarize(wanted)
     if not chaos.all_same:
         print(f"the runs that differ, and their output, are in {folder}")
@@ -80,8 +76,6 @@ class Chaos:
                  store: FaultyStore | None) -> None:
         self.results: list[tuple[Run, Result, list[str]]] = []
         """Each run, its result, and what is wrong with it."""
-        self.missed: list[Card] = []
-        """Cards of faults that did not happen."""
         self._folder, self._launcher, self._keep, self._store = folder, launcher, keep, store
         self._references: dict[tuple[Setting, tuple[Fault, ...]], tuple[Path, float]] = {}
         self._undisturbed_s = 0.0
@@ -106,7 +100,6 @@ class Chaos:
         wrong = [result.problem] if result.problem else differences(reference, result.folder)
         self.results.append((run, result, wrong))
         missed = [fault for fault in run.faults if fault not in result.fired]
-        self.missed += [_card(fault) for fault in missed]
         print(f"run {run.number}: {run.setting}: {len(result.fired)} faults, {result.starts} "
               f"starts by {result.launches} launches, {result.wall_s:.1f} s: "
               f"{'; '.join(wrong) or 'same bits'}")
@@ -165,11 +158,6 @@ class Chaos:
         if self._launcher.kind != "launch":
             limit_s *= COLD
         return train(watch, limit_s=limit_s)
-
-
-def _card(fault: Fault) -> Card:
-    anywhere = ("corrupt", "flip", "upload", *plans.LASTING)
-    return Card(fault.kind, None if fault.kind in anywhere else fault.phase)
 
 
 def _command(run: Run, path: Path) -> str:

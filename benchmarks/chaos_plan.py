@@ -87,7 +87,8 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, and the step or attempt at which it strikes; None is the first that fits.
+    """One fault, and the step or attempt at which it strikes; None is the first that fits. One that
+    has no place in a run yet has a kind, and perhaps a phase.
 
     Kinds of `OUTSIDE` strike `delay_s` after the step is seen in metrics.jsonl, or after the
     attempt's ranks are seen.
@@ -99,6 +100,14 @@ class Fault:
     step: int | None = None
     attempt: int | None = None
     delay_s: float = 0.0
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it always ends the attempt."""
+        in_writer = self.phase is not None and self.phase.startswith("save-")
+        if self.kind in ("slow", "flip", *LASTING, *NETWORK):
+            return False
+        return not (self.kind in ("raise", "enospc") and in_writer)
 
     def __str__(self) -> str:
         """The value of `--inject`, if it can be injected."""
@@ -124,48 +133,28 @@ class Run:
         return tuple(fault for fault in self.faults if fault.kind in LASTING)
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """A fault that has no place in a run yet."""
-
-    kind: str
-    phase: str | None = None
-
-    @property
-    def restarts(self) -> bool:
-        """Whether it always ends the attempt."""
-        in_writer = self.phase is not None and self.phase.startswith("save-")
-        if self.kind in ("slow", "flip", *LASTING, *NETWORK):
-            return False
-        return not (self.kind in ("raise", "enospc") and in_writer)
-
-
-def deck(draw: random.Random, *, soak: bool) -> Iterator[Card]:
-    """Cards without end, in rounds: each phase with the next kind in turn, and the others."""
+def deck(draw: random.Random, *, soak: bool) -> Iterator[Fault]:
+    """Faults without end, in rounds: each phase with the next kind in turn, and the others."""
     kinds = SOAK_AT_PHASES if soak else AT_PHASES
     for turn in itertools.count():
-        cards = [Card(kinds[(place + turn) % len(kinds)], phase)
+        cards = [Fault(kind=kinds[(place + turn) % len(kinds)], phase=phase)
                  for place, phase in enumerate(PHASES)]
-        cards += [Card(kind) for kind in (SOAK_ELSEWHERE if soak else ELSEWHERE)]
+        cards += [Fault(kind=kind) for kind in (SOAK_ELSEWHERE if soak else ELSEWHERE)]
         draw.shuffle(cards)
         yield from cards
 
 
-def mirror_deck(draw: random.Random) -> Iterator[Card]:
-    """Cards without end, in rounds of `MIRRORED`."""
+def mirror_deck(draw: random.Random) -> Iterator[Fault]:
+    """Faults without end, in rounds of `MIRRORED`."""
     while True:
-        yield from map(Card, draw.sample(MIRRORED, len(MIRRORED)))
+        yield from (Fault(kind=kind) for kind in draw.sample(MIRRORED, len(MIRRORED)))
 
 
-def mirror_sizes(faults: int) -> list[int]:
-    """Faults of each run with a mirror."""
-    runs = -(-faults // MOST_MIRRORED)
-    return [faults // runs + (number < faults % runs) for number in range(runs)]
-
-
-def sizes(faults: int) -> list[int]:
-    """Faults of each run: every shape has one, if there are enough, and none more than 8."""
-    runs = max(-(-faults // MOST_FAULTS), min(faults, len(SHAPES)))
+def sizes(faults: int, *, mirror: bool) -> list[int]:
+    """Faults of each run, none more than allowed; without a mirror every shape has a run, if there
+    are enough."""
+    runs = (-(-faults // MOST_MIRRORED) if mirror else
+            max(-(-faults // MOST_FAULTS), min(faults, len(SHAPES))))
     return [faults // runs + (number < faults % runs) for number in range(runs)]
 
 
@@ -179,13 +168,13 @@ def setting(number: int, seed: int, *, soak: bool = False, mirror: bool = False)
     )  # fmt: skip
 
 
-def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
+def plan(number: int, count: int, cards: Iterator[Fault], left: list[Fault],
          draw: random.Random, *, seed: int, soak: bool = False, mirror: bool = False) -> Run:
     """The next run, with `count` faults from `left` (what is taken is removed), then `cards`. One
     of them is a loss of all disks, with `mirror`."""
     chosen = setting(number, seed, soak=soak, mirror=mirror)
-    hand = [Card(LOSSES[number % len(LOSSES)])] if mirror else []
-    passed: list[Card] = []
+    hand = [Fault(kind=LOSSES[number % len(LOSSES)])] if mirror else []
+    passed: list[Fault] = []
     while len(hand) < count:
         card = left.pop(0) if left else next(cards)
         (hand if _goes_with(card, hand, count) else passed).append(card)
@@ -200,9 +189,7 @@ def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
     return Run(number=number, setting=chosen, faults=tuple(faults))
 
 
-def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
-    if card.kind in LOSSES and any(other.kind in LOSSES for other in hand):
-        return False
+def _goes_with(card: Fault, hand: Sequence[Fault], count: int) -> bool:
     if card.phase in ONE_A_RUN and any(other.phase == card.phase for other in hand):
         return False
     if card.phase == "restore":
@@ -213,7 +200,7 @@ def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
     return not allowed or rivals < len(allowed) // 2
 
 
-def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
+def _place(card: Fault, hand: Sequence[Fault], ranks: int, taken: set[int],
            draw: random.Random) -> Fault:
     free = [step for step in _steps(card) if step not in taken]
     rank = draw.choice((0, ranks - 1))
@@ -241,13 +228,13 @@ def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
                  phase=card.phase or draw.choice(IN_STEP))
 
 
-def _early(card: Card, hand: Sequence[Card], draw: random.Random) -> int:
+def _early(card: Fault, hand: Sequence[Fault], draw: random.Random) -> int:
     """The number of an attempt that always comes."""
     others = sum(other.restarts for other in hand if other is not card)
     return draw.randint(0, min(2, others // 2))
 
 
-def _steps(card: Card) -> range:
+def _steps(card: Fault) -> range:
     """The steps at which a fault can strike; none if it is not bound to a step."""
     if card.phase in ONE_A_RUN:
         return range(0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
-from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
+from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED, ConfigError
 from trainer.resilience import processes
 from trainer.storage.jsonl import newest_step
 from trainer.storage.layout import EVENTS, IDENTITY, METRICS
@@ -249,7 +249,7 @@ def differences(reference: Path, run: Path) -> list[str]:
         torch.set_num_threads(1)
         try:
             found = list(itertools.islice(compare.differences(reference, run), MOST_SHOWN))
-        except compare.RunUnreadable as problem:
+        except ConfigError as problem:
             found = [str(problem)]
         with os.fdopen(write_fd, "w") as pipe:
             json.dump(found, pipe)

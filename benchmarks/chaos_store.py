@@ -2,12 +2,12 @@
 
     python -m benchmarks.chaos_store SEED
 
-Each line on stdin is a call, `["method", arguments…]` of `_Server`; its result is a line on stdout.
+Prints the port of the store, and the one at which XML-RPC calls the methods of `Faults`; ends with
+its stdin.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -17,6 +17,8 @@ import time
 import urllib.request
 from collections.abc import Iterable
 from typing import Any
+from xmlrpc.client import ServerProxy
+from xmlrpc.server import SimpleXMLRPCServer
 
 from benchmarks import reporting
 
@@ -29,65 +31,25 @@ LATEST_S = 3.0
 BUCKET = "chaos"
 
 
-class FaultyStore:
-    """The store's process, which the environment variables name from now on."""
+class FaultyStore(ServerProxy):
+    """The methods of `Faults`, in a process that ends with this one. The environment variables name
+    its store from now on."""
 
     def __init__(self, seed: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.chaos_store", str(seed)], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=reporting.environment())
-        if not (port := self._answer()):
+        assert self._process.stdout is not None
+        if not (ports := self._process.stdout.readline().split()):
             raise SystemExit("the store did not start; pip install 'moto[server]'")
-        endpoint = f"http://127.0.0.1:{port}"
-        os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "benchmark",
+        store, control = (f"http://127.0.0.1:{port}" for port in ports)
+        os.environ |= {"AWS_ENDPOINT_URL": store, "AWS_ACCESS_KEY_ID": "benchmark",
                        "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1",
                        "AWS_EC2_METADATA_DISABLED": "true"}
         urllib.request.urlopen(urllib.request.Request(
-            f"{endpoint}/{BUCKET}", method="PUT", headers={
+            f"{store}/{BUCKET}", method="PUT", headers={
                 "authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/x"}))
-
-    def disturb(self, kind: str) -> int:
-        """Begin a fault of `NETWORK_S` at the next request; its number."""
-        return int(self._call("disturb", kind))
-
-    def hits(self, number: int) -> int:
-        """How many requests a fault has struck."""
-        return int(self._call("hits", number))
-
-    def disturbed_since(self, moment_s: float) -> bool:
-        """Whether a request has been struck since then, by `time.monotonic`."""
-        return float(self._call("last_hit_s")) >= moment_s
-
-    def calm(self) -> None:
-        """End all faults, and let a held upload go on."""
-        self._call("calm")
-
-    def hold(self, folder: str) -> None:
-        """Keep the next upload to a folder of the mirror waiting, before or after it is done."""
-        self._call("hold", folder)
-
-    def holds(self) -> bool:
-        """Whether such an upload waits."""
-        return bool(self._call("holds"))
-
-    def release(self) -> None:
-        """Let the upload go on in up to `LATEST_S`."""
-        self._call("release")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _call(self, *call: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(call) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else None
+        super().__init__(control, allow_none=True)
 
 
 class _Fault:
@@ -101,8 +63,8 @@ class _Fault:
         return time.monotonic() < self.until_s
 
 
-class _Server:
-    """The WSGI application, and what stdin calls."""
+class Faults:
+    """A WSGI application around that of moto, and the faults that strike it."""
 
     def __init__(self, moto: Any, seed: int) -> None:
         self._moto, self._draw = moto, random.Random(seed)
@@ -112,28 +74,35 @@ class _Server:
         self._held: threading.Event | None = None
 
     def disturb(self, kind: str) -> int:
+        """Begin a fault of `NETWORK_S` at the next request; its number."""
         self._faults.append(_Fault(kind, NETWORK_S[kind] * self._draw.uniform(0.5, 1.5)))
         return len(self._faults) - 1
 
     def hits(self, number: int) -> int:
+        """How many requests a fault has struck."""
         return self._faults[number].hits
 
-    def last_hit_s(self) -> float:
-        return self._last_hit_s
+    def disturbed_since(self, moment_s: float) -> bool:
+        """Whether a request has been struck since then, by `time.monotonic`."""
+        return self._last_hit_s >= moment_s
 
     def calm(self) -> None:
+        """End all faults, and let a held upload go on."""
         for fault in self._faults:
             fault.until_s = 0.0
         self._held_folder = None
         self.release()
 
     def hold(self, folder: str) -> None:
+        """Keep the next upload to a folder of the mirror waiting, before or after it is done."""
         self._held_folder = f"/{folder}/"
 
     def holds(self) -> bool:
+        """Whether such an upload waits."""
         return self._held is not None
 
     def release(self) -> None:
+        """Let the upload go on in up to `LATEST_S`."""
         if self._held is not None:
             threading.Timer(self._draw.uniform(0, LATEST_S), self._held.set).start()
             self._held = None
@@ -190,13 +159,14 @@ def main() -> int:
         def connection_dropped(self, *arguments: Any) -> None:
             self.close_connection = True
 
-    store = _Server(DomainDispatcherApplication(create_backend_app), seed)
-    server = make_server("127.0.0.1", 0, store.answer, threaded=True, request_handler=Quiet)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(store, name)(*arguments)), flush=True)
+    faults = Faults(DomainDispatcherApplication(create_backend_app), seed)
+    store = make_server("127.0.0.1", 0, faults.answer, threaded=True, request_handler=Quiet)
+    control = SimpleXMLRPCServer(("127.0.0.1", 0), logRequests=False, allow_none=True)
+    control.register_instance(faults)
+    for server in (store, control):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(store.server_port, control.server_address[1], flush=True)
+    sys.stdin.read()
     return 0
 
 

@@ -1,6 +1,6 @@
 """How long does a run with compiled code wait for its first step?
 
-    python -m benchmarks.compile [--repeats N] [--argument WORD …] [--quick]
+    python -m benchmarks.compile [--repeats N] [--quick]
 
 off       a new run without compiling
 cold      a new run; the cache of compiled code is empty
@@ -37,7 +37,7 @@ def launch(run: Path, *arguments: str) -> float:
         SystemExit: it ended neither complete (0) nor stopped (75).
     """
     command = [sys.executable, "-m", "launch", "--nproc-per-node=1", "--max-restarts=2", "--",
-               *arguments, "--run-dir", str(run), f"--steps={STEPS}", "--eval.every=off",
+               "sample", *arguments, "--run-dir", str(run), f"--steps={STEPS}", "--eval.every=off",
                "--log.level=error"]
     environment = reporting.environment()
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # it would replace the run's own cache
@@ -55,7 +55,7 @@ def code_in(cache: Path, until: float) -> set[Path]:
             if path.suffix in CODE and path.stat().st_mtime < until}
 
 
-def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
+def measure(folder: Path) -> dict[str, dict[str, float]]:
     """One repeat: for each start, seconds to the first step and of the warm-up, new files."""
     def events_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         events = read_events(run / EVENTS)
@@ -68,10 +68,10 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
         return {"seconds": first["time"] - began, "warm-up": warm, "new_files": new}
 
     plain, run = folder / "off", folder / "on"
-    began = launch(plain, *arguments, "--precision.compile=off", f"--inject=term:step={KILLED}")
+    began = launch(plain, "--precision.compile=off", f"--inject=term:step={KILLED}")
     found = {"off": times(events_of(plain)[0][0], began, 0)}
     # The first launch: cold, killed, restarted, stopped.
-    arguments = [*arguments, "--precision.compile=on", f"--inject=kill:step={KILLED}",
+    arguments = ["--precision.compile=on", f"--inject=kill:step={KILLED}",
                  f"--inject=term:step={STOPPED}"]
     cache = run / COMPILED
     began = launch(run, *arguments)
@@ -90,15 +90,13 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = reporting.parser("compile", __doc__)
     parser.add_argument("--repeats", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--argument", action="append", default=[], metavar="WORD",
-                        help="for the trainer, such as sample or --task.model=resnet18; repeatable")
     parser.add_argument("--quick", action="store_true", help="one repeat")
     options = parser.parse_args()
     machine = reporting.machine()
     repeats = []
     for _ in range(1 if options.quick else options.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            repeats.append(measure(Path(folder), options.argument or ["sample"]))
+            repeats.append(measure(Path(folder)))
     times = {name: {key: [repeat[name][key] for repeat in repeats] for key in repeats[0][name]}
              for name in NAMES}
     found = {name: {key: reporting.summary(values) for key, values in own.items()}

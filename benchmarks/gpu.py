@@ -126,10 +126,6 @@ class Trainee:
             logits = self._forward(inputs)
         return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
-    def close(self) -> None:
-        """Release the card's memory."""
-        self._forward = self.model = self.optimizer = self._batches = None  # type: ignore[assignment]
-
 
 def _copied(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
     """Batches from pageable memory, whose copy is waited for."""
@@ -234,8 +230,7 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
             "mfu": flops / reporting.summary(seconds)["median"] / rate,
         }  # fmt: skip
         previous = seconds
-    for trainee in trainees.values():
-        trainee.close()
+    del trainee, trainees, turns  # and their memory on the card
     gc.collect()
     if not dry:
         torch.compiler.reset()  # CUDA graphs keep their memory

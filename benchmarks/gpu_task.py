@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trainer.distributed.ddp import Objective
 
 FIRST = 5
 """The forward from which waits are refused: allocations and autotuning are over."""
+_FORWARDS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +30,8 @@ class Waits:
     """Start a kernel that never ends, once in this run, at this forward of rank 0."""
 
     def model(self) -> nn.Module:
-        read, sums = Objective.read_sums, Sums()
         if self.refuse_waits and torch.cuda.is_available():
-            Objective.read_sums = sums.allowing(read)  # type: ignore[method-assign]
+            Objective.read_sums = _may_wait(Objective.read_sums)  # type: ignore[method-assign]
         return nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
             nn.MaxPool2d(4), nn.Flatten(), nn.Linear(2048, 10))
@@ -42,10 +43,10 @@ class Waits:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         images, labels = batch
-        Sums.forwards += 1
-        if self.refuse_waits and Sums.forwards == FIRST and images.is_cuda:
+        forward = next(_FORWARDS)
+        if self.refuse_waits and forward == FIRST and images.is_cuda:
             torch.cuda.set_sync_debug_mode("error")
-        if Sums.forwards == self.stuck_at and os.environ.get("RANK", "0") == "0" and images.is_cuda:
+        if forward == self.stuck_at and os.environ.get("RANK", "0") == "0" and images.is_cuda:
             mark = Path(os.environ.get("TMPDIR", "/tmp"), f"stuck-{os.environ['MASTER_PORT']}")
             if not mark.exists():
                 mark.touch()
@@ -56,18 +57,14 @@ class Waits:
         return Outcome(total, len(labels), {"accuracy": (right, len(labels))})
 
 
-class Sums:
-    """Allows the one wait of a step, which reads its sums."""
+def _may_wait(read: Any) -> Any:
+    """Allow the one wait of a step, which reads its sums."""
+    def read_sums(*arguments: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
-    forwards = 0
-
-    def allowing(self, read: Any) -> Any:
-        def read_sums(*arguments: Any) -> Any:
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("default")
-            try:
-                return read(*arguments)
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-
-        return read_sums
+    return read_sums

@@ -13,7 +13,7 @@ one thread, as in a loader's process; the CNN computes with all cores.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks import reporting
 from benchmarks.reporting import in_turn, ratios
 from examples import bare_loop
 from trainer.config.schema import Data, Optim
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.order import Order, Permutation, make_order
 from trainer.data.sampler import BatchPlan, MicroBatchSampler
@@ -41,6 +41,7 @@ from trainer.tasks.text import Text
 from trainer.telemetry.events import Log
 
 MICRO, MICRO_BATCHES, CLIP_NORM = 32, 4, 5.0
+CPU = torch.device("cpu")
 NAMES = ("trainer", "by hand", "v2 a batch", "v2 a sample", "PIL a sample")
 AHEAD = 2
 """Batches that each worker makes ahead."""
@@ -56,30 +57,27 @@ class Contestant:
     close: Callable[[], None]
 
 
-def ours(workers: int, data: Any = None, order: Order | None = None) -> Contestant:
+def ours(workers: int, data: Any, order: Order | None = None) -> Contestant:
     """This trainer's loader, as a run uses it on the CPU."""
-    data = Images().dataset("train") if data is None else data
-    order = order or Permutation(len(data), 0)
     plan = BatchPlan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
                      drop_last=True)
-    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=order,
+    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=order or Permutation(len(data), 0),
                                 position=0, total_steps=ENDLESS)
-    cpu = torch.device("cpu")
-    source = DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
-                        prefetch=AHEAD, device=cpu)
-    loader = Loader(source, device=cpu, marks=ProgressMarks(), log=Log(level="warning"),
-                    at_once=not workers)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            for micro in loader.window():
-                yield micro.batch
-
-    return Contestant(batches(), loader.close)
+    loader = loader_of(DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
+                                  prefetch=AHEAD, device=CPU), workers)
+    return Contestant((micro.batch for window in iter(loader.window, None) for micro in window),
+                      loader.close)
 
 
-def other(name: str, workers: int) -> Contestant:
-    """A DataLoader over the data set of another contestant."""
+def loader_of(source: MicroBatchSource, workers: int) -> Loader:
+    return Loader(source, device=CPU, marks=ProgressMarks(), log=Log(level="warning"),
+                  at_once=not workers)
+
+
+def contestant(name: str, workers: int) -> Contestant:
+    """This trainer's loader, or a DataLoader over the data set of another contestant."""
+    if name == "trainer":
+        return ours(workers, Images().dataset("train"))
     data: Any = dataset(name)
     loader = DataLoader(
         data, MICRO, sampler=RandomSampler(data, num_samples=ENDLESS), drop_last=True,
@@ -162,11 +160,10 @@ def reader(contestant: Contestant, workers: int, seconds: float
 
 
 class Trainee:
-    """A classifier, by default the small CNN, with its optimizer."""
+    """A classifier with its optimizer."""
 
-    def __init__(self, model: Any = None) -> None:
-        torch.manual_seed(0)
-        self._model: Any = (model or Images().model()).to(memory_format=torch.channels_last)
+    def __init__(self, model: Any) -> None:
+        self._model: Any = model.to(memory_format=torch.channels_last)
         self._optimizer = optimizers.make_optimizer(Optim(), self._model)
 
     def step(self, batches: Iterator[Any]) -> tuple[float, float]:
@@ -193,31 +190,40 @@ class Trainee:
         return measure
 
 
-def measure(workers: list[int], rounds: int, seconds: float, step_rounds: int, steps: int
-            ) -> dict[str, dict[str, Any]]:
-    """Figures of each contestant with each number of workers."""
-    entrants = {f"{name}, {count} workers":
-                (count, ours(count) if name == "trainer" else other(name, count))
-                for count in workers for name in NAMES}
+def with_one_thread(contestants: Mapping[str, Callable[[], Any]], rounds: int
+                    ) -> dict[str, list[Any]]:
+    """As `in_turn`; torch computes with one thread, as in a loader's process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rates = in_turn({key: reader(entrant, count, seconds)
-                     for key, (count, entrant) in entrants.items()}, rounds)
+    found = in_turn(contestants, rounds)
     torch.set_num_threads(threads)
-    trainee = Trainee()
-    shares = in_turn({key: trainee.share(entrant.batches, steps)
-                      for key, (_, entrant) in entrants.items()}, step_rounds)
-    for _, entrant in entrants.values():
-        entrant.close()
+    return found
+
+
+def measure(names: tuple[str, ...], make: Callable[[str, int], Contestant], workers: list[int],
+            rounds: int, seconds: float, *, model: Any = None, step_rounds: int, steps: int
+            ) -> dict[str, dict[str, Any]]:
+    """Figures of each contestant with each number of workers: samples per second, compared with the
+    first contestant, and with a `model` the share of `steps` training steps spent waiting."""
+    entrants = {f"{name}, {count} workers": (count, make(name, count))
+                for count in workers for name in names}
+    rates = with_one_thread({key: reader(entrant, count, seconds)
+                             for key, (count, entrant) in entrants.items()}, rounds)
+    shares: dict[str, list[float]] = {}
+    if model is not None:
+        trainee = Trainee(model)
+        shares = in_turn({key: trainee.share(entrant.batches, steps)
+                          for key, (_, entrant) in entrants.items()}, step_rounds)
     found = {}
-    for key, (count, _) in entrants.items():
-        (own, own_cpu), (best, best_cpu) = (
-            zip(*rates[name], strict=True) for name in (key, f"trainer, {count} workers"))
+    for key, (count, entrant) in entrants.items():
+        entrant.close()
+        (own, own_cpu), (first, first_cpu) = (
+            zip(*rates[name], strict=True) for name in (key, f"{names[0]}, {count} workers"))
         found[key] = {
             "samples_per_s": reporting.summary(own),
-            "ours_over_it": reporting.summary(ratios(best, own)),
-            "ours_over_it_cpu": None if count else reporting.summary(ratios(best_cpu, own_cpu)),
-            "waiting": reporting.summary(shares[key]),
+            "first_over_it": reporting.summary(ratios(first, own)),
+            "first_over_it_cpu": None if count else reporting.summary(ratios(first_cpu, own_cpu)),
+            "waiting": reporting.summary(shares[key]) if key in shares else None,
         }  # fmt: skip
     return found
 
@@ -248,10 +254,8 @@ def measure_lengths(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
 
         return train
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rates = in_turn({name: turn(name, one.batches) for name, one in entrants.items()}, rounds)
-    torch.set_num_threads(threads)
+    rates = with_one_thread({name: turn(name, one.batches) for name, one in entrants.items()},
+                            rounds)
     for one in entrants.values():
         one.close()
     first = rates["in a random order"]
@@ -260,16 +264,15 @@ def measure_lengths(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
             for name, (part, whole) in padded.items()}
 
 
-def show_lengths(found: dict[str, dict[str, Any]], batches: int) -> None:
-    print(f"n = {batches} batches of {MICRO} pieces of 5 to 200 bytes each")
-    print(reporting.table(["", "padded, %", "samples/s", "over random"], [
+def show_lengths(found: dict[str, dict[str, Any]]) -> str:
+    return reporting.table(["", "padded, %", "samples/s", "over random"], [
         [name, f"{100 * f['padded']:.1f}", reporting.spread(f["samples_per_s"]),
-         reporting.within(f["over_random"], ".2f")] for name, f in found.items()]))
+         reporting.within(f["over_random"], ".2f")] for name, f in found.items()])
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
-    rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["ours_over_it"]),
-             reporting.spread(f["ours_over_it_cpu"]) if f["ours_over_it_cpu"] else "–",
+    rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["first_over_it"]),
+             reporting.spread(f["first_over_it_cpu"]) if f["first_over_it_cpu"] else "–",
              reporting.spread(f["waiting"], 100, 2)] for name, f in found.items()]
     return reporting.table(["", "1,000 samples/s", "ours / it", "ours / it, processor time",
                             "of a CNN step waiting, %"], rows)
@@ -288,9 +291,10 @@ def main() -> None:
     machine = reporting.machine()
     if options.lengths:
         rounds, steps = (3, 4) if options.quick else (options.rounds, 32)
-        lengths = measure_lengths(rounds, steps)
-        show_lengths(lengths, (rounds + 1) * steps)
-        reporting.print_json("loader-lengths", machine=machine, contestants=lengths)
+        found = measure_lengths(rounds, steps)
+        print(f"n = {(rounds + 1) * steps} batches of {MICRO} pieces of 5 to 200 bytes each")
+        print(show_lengths(found))
+        reporting.print_json("loader-lengths", machine=machine, contestants=found)
         return
     workers = [int(number) for number in options.workers]
     if options.files:
@@ -299,12 +303,14 @@ def main() -> None:
         rounds = 2 if options.quick else options.rounds
         loader_files.report(machine, workers, rounds, 0.3 if options.quick else 1.0)
         return
-    found = (measure(workers, 3, 0.15, 2, 2) if options.quick else
-             measure(workers, options.rounds, 0.25, 3, 3))
-    print(f"n = {3 if options.quick else options.rounds} turns")
+    rounds, seconds, few = (3, 0.15, 2) if options.quick else (options.rounds, 0.25, 3)
+    torch.manual_seed(0)
+    found = measure(NAMES, contestant, workers, rounds, seconds, model=Images().model(),
+                    step_rounds=few, steps=few)
+    print(f"n = {rounds} turns")
     print(show(found))
     first = workers[0]
-    ratio = found[f"PIL a sample, {first} workers"]["ours_over_it"]["median"]
+    ratio = found[f"PIL a sample, {first} workers"]["first_over_it"]["median"]
     waiting = found[f"trainer, {first} workers"]["waiting"]["median"]
     print(f"{first} workers: {ratio:.1f} × PIL a sample (wanted: {WANTED_RATIO:.0f} or more); "
           f"{100 * waiting:.2f} % of a step waiting (wanted: at most {100 * WANTED_SHARE:.0f} %)")

@@ -25,27 +25,18 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks import reporting
-from benchmarks.loader import AHEAD, ENDLESS, MICRO, Contestant, Trainee, reader
-from benchmarks.reporting import in_turn, ratios
+from benchmarks.loader import AHEAD, CPU, MICRO, Contestant, loader_of, measure, ours
 from examples import bare_loop
-from trainer.data.loader import Loader
-from trainer.data.map_dataset import KeyedSamples
-from trainer.data.order import Permutation
 from trainer.data.parquet import ParquetStream
-from trainer.data.sampler import BatchPlan, MicroBatchSampler
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
 from trainer.data.tar_shards import TarStream, decode_fields
-from trainer.data.workers import DataReader
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.tasks.image_models import classifier
 from trainer.tasks.photos import IMAGENET, Photos
-from trainer.telemetry.events import Log
 
 SIDE, IMAGES, SHARDS = 224, 2048, 8
 ROWS, PARQUET_FILES, GROUP = 64_000, 8, 4000
-LANES, CPU = 2, torch.device("cpu")
-LOG = functools.partial(Log, level="warning")
+LANES = 2
 ON_TENSORS = v2.Compose([
     v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip(),
     v2.ToDtype(torch.float32, scale=True), v2.Normalize(*map(list, IMAGENET))])
@@ -82,30 +73,13 @@ def write(folder: Path) -> None:
                        folder / f"{number}.parquet", row_group_size=GROUP)
 
 
-def mapped(data: Any, workers: int) -> Contestant:
-    """This trainer's loader on a map-style data set."""
-    plan = BatchPlan(samples=len(data), global_size=MICRO * LANES, micro_size=MICRO, drop_last=True)
-    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, order=Permutation(len(data), 0),
-                                position=0, total_steps=ENDLESS)
-    source = DataReader(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
-                        prefetch=AHEAD, device=CPU)
-    loader = Loader(source, device=CPU, marks=ProgressMarks(), log=LOG(), at_once=not workers)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            for micro in loader.window():
-                yield micro.batch
-
-    return Contestant(batches(), loader.close)
-
-
 def streamed(data: Any, workers: int) -> Contestant:
     """This trainer's loader on a stream."""
     step = 0
     spec = StreamSpec(dataset=data, lanes=LANES, micro_size=MICRO, seed=0)
-    source = StreamReader(spec, rank=0, num_ranks=1, workers=workers, prefetch=AHEAD, device=CPU,
-                          step=lambda: step, gather=lambda value: [value])
-    loader = Loader(source, device=CPU, marks=ProgressMarks(), log=LOG(), at_once=not workers)
+    loader = loader_of(StreamReader(
+        spec, rank=0, num_ranks=1, workers=workers, prefetch=AHEAD, device=CPU,
+        step=lambda: step, gather=lambda value: [value]), workers)
 
     def batches() -> Iterator[Any]:
         nonlocal step
@@ -131,16 +105,16 @@ def as_tensors(sample: dict[str, Any]) -> tuple[Any, int]:
     return ON_TENSORS(found["jpg"]), found["cls"]
 
 
-def picture_loader(name: str, folder: Path, workers: int) -> Contestant:
+def picture_loader(folder: Path, name: str, workers: int) -> Contestant:
     """A contestant of the images."""
     tars = sorted(map(str, folder.glob("*.tar")))
     if name == "trainer, photos (PIL)":
-        return mapped(Photos(root=str(folder), validation_fraction=0).dataset("train"), workers)
+        return ours(workers, Photos(root=str(folder), validation_fraction=0).dataset("train"))
     if name == "trainer, torchvision.io":
         from torchvision.io import decode_image
 
-        return mapped(ImageFolder(folder / "train", ON_TENSORS, loader=functools.partial(
-            decode_image, mode="RGB")), workers)
+        return ours(workers, ImageFolder(folder / "train", ON_TENSORS, loader=functools.partial(
+            decode_image, mode="RGB")))
     if name == "trainer, tars":
         return streamed(TarStream(tars, transform=as_tensors), workers)
     options: dict[str, Any] = {
@@ -182,7 +156,7 @@ def stacked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
             for name in ("x", "y")}
 
 
-def table_loader(name: str, folder: Path, workers: int) -> Contestant:
+def table_loader(folder: Path, name: str, workers: int) -> Contestant:
     """A contestant of the Parquet files."""
     files = sorted(map(str, folder.glob("*.parquet")))
     if name == "trainer, Parquet":
@@ -207,38 +181,16 @@ def table_loader(name: str, folder: Path, workers: int) -> Contestant:
                                       **options))
 
 
-def measure(names: tuple[str, ...], make: Callable[[str, Path, int], Contestant], folder: Path,
-            workers: list[int], rounds: int, seconds: float) -> dict[str, dict[str, Any]]:
-    """Samples per second in turns; of images also the share of a ResNet-18 step spent waiting."""
-    entrants = {f"{name}, {count} workers": (count, make(name, folder, count))
-                for count in workers for name in names}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rates = in_turn({key: reader(entrant, count, seconds)
-                     for key, (count, entrant) in entrants.items()}, rounds)
-    torch.set_num_threads(threads)
-    shares: dict[str, list[float]] = {}
-    if names is PICTURES:
-        trainee = Trainee(classifier("resnet18", 10, size=SIDE))
-        shares = in_turn({key: trainee.share(entrant.batches, 1)
-                          for key, (_, entrant) in entrants.items()}, min(3, rounds), warm=0)
-    found = {}
-    for key, (count, entrant) in entrants.items():
-        own, best = ([rate for rate, _ in rates[k]] for k in (key, f"{names[0]}, {count} workers"))
-        found[key] = {"samples_per_s": reporting.summary(own),
-                      "first_over_it": reporting.summary(ratios(best, own)),
-                      "waiting": reporting.summary(shares[key]) if key in shares else None}
-        entrant.close()
-    return found
-
-
 def report(machine: dict[str, Any], workers: list[int], rounds: int, seconds: float) -> None:
     """Measure and print both tables."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
-        for names, make in ((PICTURES, picture_loader), (TABLES, table_loader)):
-            part = measure(names, make, Path(folder), workers, rounds, seconds)
+        torch.manual_seed(0)
+        for names, make, model in ((PICTURES, picture_loader, classifier("resnet18", 10, SIDE)),
+                                   (TABLES, table_loader, None)):
+            part = measure(names, functools.partial(make, Path(folder)), workers, rounds, seconds,
+                           model=model, step_rounds=min(3, rounds), steps=1)
             found |= part
             print(f"n = {rounds} turns")
             header = ["", "samples/s", "first / it", "of a ResNet-18 step waiting, %"]

@@ -1,7 +1,7 @@
 """Makes the pictures of the documentation: the report and TensorBoard of a run with faults, and the
 report of several runs.
 
-    python -m benchmarks.pictures [--out docs/pictures] [--work FOLDER]
+    python -m benchmarks.pictures [--out docs/pictures]
 
 Needs Chromium (Debian: `apt install chromium-headless-shell`, or any of `BROWSERS`) for the pages.
 """
@@ -123,16 +123,14 @@ def tensorboard(work: Path) -> Iterator[str]:
 def main() -> int:
     parser = reporting.parser("pictures", __doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--work", type=Path, help="folder in which the run stays")
     options = parser.parse_args()
     if browser() is None:
         print(f"no browser found ({', '.join(BROWSERS)})", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if not (work / RUN / "summary.json").exists():
-            train(work)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        train(work)
         if python(work, "trainer", "report", RUN).wait():
             return 1
         page = (work / RUN / "report.html").resolve().as_uri()
@@ -141,8 +139,7 @@ def main() -> int:
             # Charts that a worker draws are not in a picture.
             screenshot(f"{url}/?forceSVG=true", options.out / "tensorboard.png", width=1440,
                        height=1050, wait_ms=20_000)
-        if not (work / "runs").exists():
-            train_several(work)
+        train_several(work)
         runs = [f"runs/{name}" for name in SEVERAL]
         if python(work, "trainer", "report", *runs, "--out", "several").wait():
             return 1

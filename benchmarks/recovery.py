@@ -33,25 +33,19 @@ POLL_S = 0.005
 DEADLINE_S = 120.0
 """For a launch to begin, and for each recovery."""
 
+WHOLE = "kill → next new step"
 PHASES = {
+    WHOLE: ("kill", "new-step"),
     "detect": ("kill", "stop"), "stop": ("stop", "rendezvous"),
-    "rendezvous": ("rendezvous", "fork"), "fork": ("fork", "start"), "start": ("start", "join"),
-    "process group": ("join", "build"), "build": ("build", "warm-up"),
+    "rendezvous": ("rendezvous", "fork"), "fork": ("fork", "start"),
+    "all of these, and new processes": ("kill", "start"),
+    "start": ("start", "join"), "process group": ("join", "build"), "build": ("build", "warm-up"),
     "warm-up": ("warm-up", "restore"), "restore": ("restore", "train"),
+    "imports, group, build, restore": ("start", "train"),
     "first batch and step": ("train", "first-step"), "next step": ("first-step", "new-step"),
 }  # fmt: skip
-"""Phase → what it begins and ends with."""
-WHOLE = "kill → next new step"
-COLD_PHASES = {"new processes": ("kill", "start")}
-"""What plain torchrun spends instead of the phases before `start`."""
-LIGHTNING_PHASES = {"imports, group, build, restore": ("start", "train")}
-"""What Lightning spends instead of the phases from `start` to `first batch and step`."""
-LAUNCHERS = {
-    "launch": PHASES,
-    "torchrun": {**COLD_PHASES, **dict(list(PHASES.items())[list(PHASES).index("start"):])},
-    "lightning": {**COLD_PHASES, **LIGHTNING_PHASES, **dict(list(PHASES.items())[-2:])},
-}  # fmt: skip
-"""Launcher → its phases. `lightning` is torchrun with another trainer."""
+"""Phase → what it begins and ends with. torchrun, and Lightning under it, tell fewer of these."""
+LAUNCHERS = ("launch", "torchrun", "lightning")
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """For Lightning: otherwise torchrun's agent keeps one store for all attempts, where the ranks of
 the second find the addresses of the first ("Gloo connectFullMesh … Connection refused")."""
@@ -184,12 +178,11 @@ def output_of(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-40:])
 
 
-def summarise(found: list[dict[str, Any]], phases: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Medians and spread of each phase and of the whole, in seconds."""
-    spans = {WHOLE: ("kill", "new-step"), **phases}
+def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and spread of each phase that is told, in seconds."""
     return {
         "seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
-                    for name, (begin, end) in spans.items()},
+                    for name, (begin, end) in PHASES.items() if {begin, end} <= found[0].keys()},
         "rank_0_cpu_s": reporting.summary([death["cpu_s"] for death in found]),
         "steps_lost": reporting.summary([death["lost"] for death in found]),
         "steps_redone": reporting.summary([death["redone"] for death in found]),
@@ -197,11 +190,9 @@ def summarise(found: list[dict[str, Any]], phases: dict[str, tuple[str, str]]) -
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
-    places = list(PHASES)
-    first = places.index("first batch and step")
     rows = [[name, *(reporting.spread(side["seconds"][name], 1e3, 0)
                      if name in side["seconds"] else "" for side in found.values())]
-            for name in (WHOLE, *COLD_PHASES, *places[:first], *LIGHTNING_PHASES, *places[first:])]
+            for name in PHASES]
     rows.append(["processor time of rank 0",
                  *(reporting.spread(side["rank_0_cpu_s"], 1e3, 0) for side in found.values())])
     rows += [[f"steps {what}", *(f"{side[f'steps_{what}']['median']:.0f}"
@@ -232,7 +223,7 @@ def main() -> None:
                 if first < end:
                     deaths[launcher] += measure(launcher, range(first, end),
                                                 Path(folder, f"round-{number}"))
-    found = {name: summarise(times, LAUNCHERS[name]) for name, times in deaths.items()}
+    found = {name: summarise(times) for name, times in deaths.items()}
     print(show(found))
     whole = {name: side["seconds"][WHOLE]["median"] for name, side in found.items()}
     ratios = {name: median / whole["launch"] for name, median in whole.items() if "launch" in whole}

@@ -1,11 +1,11 @@
 """Are models of other libraries trained, and restored to the same bits after a kill?
 
-    python -m benchmarks.zoo [--models gpt2,bert,…] [--ranks 2] [--keep FOLDER]
+    python -m benchmarks.zoo [--models gpt2,bert,…] [--keep FOLDER]
 
-Small models made from configurations (nothing is downloaded), each trained twice by
+Small models made from configurations (nothing is downloaded), each trained twice on two ranks by
 `python -m launch`: undisturbed, and with a SIGKILL of the last rank in a backward. Three
-micro-batches a step leave a rank of two without one in the last slot. Models of libraries that are
-not installed are left out by name. The exit code is 1 if a row does not hold.
+micro-batches a step leave a rank without one in the last slot. Models of libraries that are not
+installed are left out by name. The exit code is 1 if a row does not hold.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ LIMIT_S = 120.0
 """For a run."""
 
 
-def problem(task: str, ranks: int, folder: Path, launcher: Launcher, *flags: str) -> str | None:
+def problem(task: str, folder: Path, launcher: Launcher, *flags: str) -> str | None:
     """Train a task; the first line of its log that names a failure, if it isn't trained."""
     log, flag = folder.with_suffix(".log"), f"--task=examples.other_libraries:{task}"
-    pid = launcher.start(ranks, [flag, f"--run-dir={folder}", *FLAGS, *flags], log)
+    pid = launcher.start(2, [flag, f"--run-dir={folder}", *FLAGS, *flags], log)
     if not ends(pid, LIMIT_S):
         kill([pid])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -55,14 +55,13 @@ def problem(task: str, ranks: int, folder: Path, launcher: Launcher, *flags: str
                 next((line for line in lines if "failed first" in line), f"exit code {code}"))
 
 
-def row(task: str, ranks: int, folder: Path, launcher: Launcher) -> list[str]:
+def row(task: str, folder: Path, launcher: Launcher) -> list[str]:
     """Whether a task is trained, killed, and restored to the same bits; then the first problem."""
     straight, killed = folder / "straight", folder / "killed"
     folder.mkdir()
-    if told := problem(task, ranks, straight, launcher):
+    if told := problem(task, straight, launcher):
         return ["no", "", "", told]
-    fault = f"kill:rank={ranks - 1}:step=6:phase=backward"
-    told = problem(task, ranks, killed, launcher, f"--inject={fault}")
+    told = problem(task, killed, launcher, "--inject=kill:rank=1:step=6:phase=backward")
     if not any(event["event"] == "fault" for event in read_events(killed / EVENTS)):
         return ["yes", "no", "", told or "the fault was not reached"]
     found = [told] if told else differences(straight, killed)
@@ -73,7 +72,6 @@ def main() -> int:
     parser = reporting.parser("zoo", __doc__)
     parser.add_argument("--models", type=reporting.some_of(MODELS), default=",".join(MODELS),
                         help="(%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="of each run (2)")
     parser.add_argument("--keep", type=Path, help="folder for the runs and their logs")
     options = parser.parse_args()
     machine, began_s = reporting.machine(), time.monotonic()
@@ -85,13 +83,13 @@ def main() -> int:
         if importlib.util.find_spec(library) is None:
             print(f"left out: {name}; pip install -e '.[bench]' for it", flush=True)
             continue
-        found[name] = row(task, options.ranks, folder / name, launcher)
+        found[name] = row(task, folder / name, launcher)
         print(f"{name}: {', '.join(filter(None, found[name]))}", flush=True)
     print(reporting.table(["model", "trained", "killed", "same bits"],
                           [[name, *cells[:3]] for name, cells in found.items()]))
     same = sum(cells[:3] == ["yes"] * 3 for cells in found.values())
     print(f"{same} of {len(found)}, {time.monotonic() - began_s:.0f} s")
-    reporting.print_json("zoo", machine=machine, ranks=options.ranks, models=found)
+    reporting.print_json("zoo", machine=machine, models=found)
     if same == len(found) and options.keep is None:
         shutil.rmtree(folder)
     return int(same < len(found))

@@ -15,17 +15,8 @@ from trainer.resilience.stop_signals import attend
 from trainer.telemetry.events import writable
 from trainer.telemetry.std_streams import fill_descriptors, quiet_broken_pipe, say
 
-COMMANDS = {
-    "inspect": "what is in a run folder",
-    "compare": "whether two runs have the same bits",
-    "evaluate": "the metrics of a checkpoint",
-    "predict": "what a checkpoint's model gives for each sample",
-    "export": "a checkpoint's model as files for others, read back and compared",
-    "report": "what happened in one or more runs: a page with plots, and the plots",
-    "runs": "runs side by side: the settings that differ, and the scores",
-    "lr-find": "a range test of the learning rate",
-    "profile": "where the time of a step goes",
-}
+COMMANDS = ("inspect", "compare", "evaluate", "predict", "export", "report", "runs", "lr-find",
+            "profile")
 DRY_RUN = "--dry-run"
 """In place of training, after the arguments of a run: a flag that is a command."""
 MODULES = {"report": "report.report"}

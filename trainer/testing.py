@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers, take_shapes
 from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
-from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.train_state import TrainState, copy_into, model_tensors
 from trainer.config.schema import Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
@@ -337,18 +337,14 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     straight = case.model()
     unused = values(straight)
     case.outcome(straight, case.whole, key=1)
-    saved = _copies(straight.state_dict())
+    saved = {name: tensor.clone() for name, tensor in model_tensors(straight)}
     expected = case.outcome(straight, case.other, key=2)
 
     for split in splits_of(pristine):
         dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
     take_shapes(restarted, saved)
-    entries = {**restarted.state_dict(keep_vars=True)}
-    with torch.no_grad():
-        for name, value in saved.items():
-            if isinstance(value, Tensor):
-                entries[name].copy_(value)
+    copy_into(dict(model_tensors(restarted)), saved, "the model")
     found = case.outcome(restarted, case.other, key=2, task=pristine)
 
     used = values(straight)
@@ -368,10 +364,6 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
 
 def _number(value: Tensor | float) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _copies(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: t.detach().clone() if isinstance(t, Tensor) else t for n, t in tensors.items()}
 
 
 def _copy_of(task: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The lab of docs/lab.md: a small CNN step by step, each step one command.
+"""The lab of docs/lab.md: a small CNN step by step, by the commands of the page.
 
-    python -m benchmarks.lessons.lab [--epochs 4] [--folder runs/lab] [--ranks 2] [--steps NAME,...]
+    python -m benchmarks.lessons.lab [--steps NAME,...]
 
 The bundled sample, offline; minutes on 2 cores. Prints accuracy, seconds per epoch and the share of
 steps whose gradient norm is above 0.5, 1, 2 and 5, of all steps and of the second half.
@@ -9,13 +9,13 @@ steps whose gradient norm is above 0.5, 1, 2 and 5, of all steps and of the seco
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +25,20 @@ from trainer.storage.layout import EVENTS, METRICS
 from trainer.telemetry.events import read_events
 from trainer.telemetry.metrics import read_metrics
 
+PAGE = Path(__file__).parents[2] / "docs/lab.md"
+RUNS = Path("runs/lab")
+EPOCHS = 4
+"""Of each command of the page."""
 LIMITS = (0.5, 1.0, 2.0, 5.0)
 ENOUGH = 0.05
 """The share of late steps that a clip value may clip."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A step of the lab: the flags that it adds, and whether later steps keep them."""
-
-    name: str
-    flags: tuple[str, ...]
-    kept: bool = True
-
-
-RECIPES = (
-    Recipe("baseline", (
-        "--batch.micro-size=64", "--schedule.name=constant", "--schedule.warmup=off",
-        "--optim.lr=1e-3", "--optim.weight-decay=0", "--clip.norm=0", "--checkpoint.every=off")),
-    Recipe("one-cycle", (
-        "--schedule.name=one-cycle", "--schedule.options=pct_start=0.3", "--optim.lr=3e-3")),
-    Recipe("clip", ("--clip.norm=2",)),  # or what the norms of one-cycle say
-    Recipe("accumulate", ("--batch.micro-size=32",)),
-    Recipe("bf16", ("--precision.dtype=bf16",), kept=False),
-    Recipe("fp16", ("--precision.dtype=fp16",), kept=False),
-    Recipe("checkpoints", ("--checkpoint.every=50", "--checkpoint.keep=1")),
-    # In the middle of the third epoch, of 75 steps.
-    Recipe("killed", ("--inject=kill:rank=1:step=187:phase=backward",), kept=False),
-    Recipe("decay", ("--optim.weight-decay=0.05",)),
-)  # fmt: skip
-
-
-def command_of(name: str, *, epochs: int, ranks: int, folder: Path, clip: float) -> list[str]:
-    """The command of a step: flags kept from earlier steps and its own; later values win. From the
-    step `clip` on, norms are clipped at `clip`."""
-    flags: dict[str, str] = {}
-    for recipe in RECIPES:
-        if recipe.name == name or recipe.kept:
-            flags.update((flag.partition("=")[0], flag) for flag in recipe.flags)
-        if recipe.name == "clip" and "--clip.norm" in flags:
-            flags["--clip.norm"] = f"--clip.norm={clip:g}"
-        if recipe.name == name:
-            break
-    restarts = ["--max-restarts", "0"] if name == "killed" else []
-    return ["-m", "launch", "--nproc-per-node", str(ranks), *restarts, "--", "sample",
-            f"--run-dir={folder / name}", f"--epochs={epochs}", *flags.values()]
+def commands() -> dict[str, list[str]]:
+    """Name of each step → the arguments of Python in its command on the page, in order."""
+    found = re.findall(r"^python (-m launch .*--run-dir=runs/lab/([\w-]+) .*)$", PAGE.read_text(),
+                       re.MULTILINE)
+    return {name: shlex.split(command) for command, name in found}
 
 
 def seconds(run: Path) -> float:
@@ -81,7 +50,7 @@ def seconds(run: Path) -> float:
     return sum(found[-1] - found[0] for found in times.values() if found)
 
 
-def report(run: Path, epochs: int) -> dict[str, Any]:
+def report(run: Path) -> dict[str, Any]:
     """The figures of a finished run."""
     lines = read_metrics(run / METRICS)
     # fp16: a step that overflowed has none
@@ -92,8 +61,8 @@ def report(run: Path, epochs: int) -> dict[str, Any]:
         "test": summary["test"]["accuracy"],
         "validation": next(line["val_accuracy"] for line in reversed(lines)
                            if "val_accuracy" in line),
-        "epoch_s": (epoch_s := seconds(run) / epochs),
-        "samples_s": sum(line.get("samples", 0) for line in lines) / epochs / epoch_s,
+        "epoch_s": (epoch_s := seconds(run) / EPOCHS),
+        "samples_s": sum(line.get("samples", 0) for line in lines) / EPOCHS / epoch_s,
         "norms": norms, "percentiles": percentiles(late),
         "clipped": {limit: (share(norms, limit), share(late, limit)) for limit in LIMITS},
     }  # fmt: skip
@@ -143,58 +112,42 @@ def train(command: list[str]) -> int:
                           env=reporting.environment()).returncode
 
 
-def resume(command: list[str], run: Path, reference: Path) -> int:
+def resume(command: list[str], run: Path) -> int:
     """The exit code of the killed run, which is given the same command again and compared."""
     code, killed_at = train(command), read_metrics(run / METRICS)[-1]["step"]
     print(f"  exit code {code} after step {killed_at}; the same command again")
-    code = train(command)
+    code, reference = train(command), RUNS / "checkpoints"
     if reference.exists():
         found = list(differences(reference, run))
         print(f"  compared with {reference.name}: {found[0] if found else 'same bits'}")
     return code
 
 
-def choose_clip(norms: Sequence[float]) -> float:
-    """A clip value, from the printed norms of a run without clipping."""
-    late = norms[len(norms) // 2:]
-    clip = choose(late)
-    below = ", ".join(f"{p} % below {value:.2f}" for p, value in percentiles(late).items())
-    print(f"{histogram(norms)}\n  late steps: {below}; {clip:g} clips fewer than 5 % of them")
-    return clip
-
-
 def main() -> None:
-    names = [recipe.name for recipe in RECIPES]
+    steps = commands()
     parser = reporting.parser("lessons.lab", __doc__)
-    parser.add_argument("--epochs", type=int, default=4, help="of each run (4), 3 or more")
-    parser.add_argument("--ranks", type=int, default=2, help="of each run (2)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lab"), help="of the runs")
-    parser.add_argument("--steps", type=reporting.some_of(names), default=",".join(names),
+    parser.add_argument("--steps", type=reporting.some_of(steps), default=",".join(steps),
                         help="(%(default)s)")
     options = parser.parse_args()
-    if options.epochs < 3:
-        parser.error("--epochs: 3 or more, since a run is killed in the third")
-    machine, clip, found = reporting.machine(), 2.0, dict[str, dict[str, Any]]()
+    machine, found = reporting.machine(), dict[str, dict[str, Any]]()
     for name in options.steps:
-        run = options.folder / name
-        command = command_of(name, epochs=options.epochs, ranks=options.ranks,
-                             folder=options.folder, clip=clip)
+        run, command = RUNS / name, steps[name]
         print(f"\n{name}: python {shlex.join(command)}", flush=True)
-        code = (resume(command, run, options.folder / "checkpoints") if name == "killed"
-                else train(command))
-        if code:
+        if code := resume(command, run) if name == "killed" else train(command):
             raise SystemExit(f"{name} ended with {code}")
-        found[name] = report(run, options.epochs)
+        found[name] = report(run)
         norms = found[name].pop("norms")
         if name == "one-cycle":
-            clip = choose_clip(norms)
+            late = norms[len(norms) // 2:]
+            below = ", ".join(f"{p} % below {value:.2f}" for p, value in percentiles(late).items())
+            print(f"{histogram(norms)}\n  late steps: {below}; {choose(late):g} clips fewer than "
+                  "5 % of them")
         if name == "checkpoints":
             kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
             best = json.loads((run / "summary.json").read_text())["best"]["step"]
             print(f"  kept: {', '.join(kept)}; the best is step {best}")
     print("\n" + table(found))
-    reporting.print_json("lab", machine=machine, epochs=options.epochs, ranks=options.ranks,
-                         steps=found)
+    reporting.print_json("lab", machine=machine, steps=found)
 
 
 if __name__ == "__main__":

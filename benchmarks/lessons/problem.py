@@ -25,10 +25,10 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[:512], y[:512], x[512:], y[512:]
 
 
-def net(norm: bool = False, dropout: float = 0.0, momentum: float = 0.1) -> nn.Sequential:
+def net(norm: bool = False, dropout: float = 0.0) -> nn.Sequential:
     """A model with the same initial weights each time."""
     torch.manual_seed(1)
-    middle: list[nn.Module] = [nn.BatchNorm1d(64, momentum=momentum)] if norm else []
+    middle: list[nn.Module] = [nn.BatchNorm1d(64)] if norm else []
     middle += [nn.ReLU()] + ([nn.Dropout(dropout)] if dropout else [])
     return nn.Sequential(nn.Linear(32, 64), *middle, nn.Linear(64, CLASSES))
 

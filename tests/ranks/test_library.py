@@ -213,22 +213,6 @@ def test_a_refusal_is_a_config_error_and_starts_nothing(run, more, message):
     assert not Path(run).exists()
 
 
-def documented(folder: str) -> Any:
-    os.chdir(folder)
-    page = (Path(__file__).parents[2] / "docs/your-own-task.md").read_text()
-    names = {"__name__": "__main__"}
-    exec(page.partition("```python\n")[2].partition("```")[0], names)
-    done = names["done"]
-    return done.summary["step"], (done.model(names["x"]) - names["y"]).square().mean().item()
-
-
-def test_the_lines_that_the_page_opens_with_train(call, tmp_path):
-    step, error = call(documented, str(tmp_path))
-
-    assert step == 10 * (2000 // 128)
-    assert error < 7, "of targets with a variance of 8"
-
-
 def two_calls(path: str) -> Any:
     before = process_state()[0]
     return [train(f"{path}/{name}")[0] for name in ("a", "b")], process_state()[0] == before

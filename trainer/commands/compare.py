@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
 from trainer.config.fields import flag_of
 from trainer.config.schema import Config
-from trainer.errors import CheckpointDamaged, ConfigError, FileDamaged
+from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.run.run_dir import SUMMARY
 from trainer.run.run_source import run_folder
 from trainer.storage import layout, tensorfile
@@ -26,10 +26,6 @@ from trainer.telemetry.events import writable
 from trainer.telemetry.metrics import METRIC_LINE, line_key
 
 COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
-
-
-class RunUnreadable(ConfigError):
-    """A run cannot be read, is not finished, or has no checkpoint of the step."""
 
 
 class Digits(str):
@@ -51,7 +47,7 @@ NOTHING = Digits("nothing")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare two runs and print the first difference. Return the exit code."""
+    """Compare two runs and print the first difference; exit code 0: same bits, 1: not."""
     parser = argparse.ArgumentParser(
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
@@ -65,21 +61,18 @@ def main(argv: Sequence[str]) -> int:
                         help="compare the checkpoints of this step, and the metrics up to it")
     options = parser.parse_args(argv)
     at, needed = options.at, "last" if options.at is None else str(options.at)
-    try:
-        with (run_folder(options.run_a, checkpoint=needed, product=at is None) as run_a,
-              run_folder(options.run_b, checkpoint=needed, product=at is None) as run_b):
-            first = next(differences(run_a, run_b, at=at), None)
-            found = [] if first is None else [*_condition_differences(run_a, run_b, at=at), first]
-            note = _source_note(run_a, run_b, at=at)
-    except (RunUnreadable, FileDamaged) as problem:
-        print(writable(f"can't compare: {problem}"))
-        return 2
+    with (run_folder(options.run_a, checkpoint=needed, product=at is None) as run_a,
+          run_folder(options.run_b, checkpoint=needed, product=at is None) as run_b):
+        first = next(differences(run_a, run_b, at=at), None)
+        found = [] if first is None else [*_condition_differences(run_a, run_b, at=at), first]
+        note = _source_note(run_a, run_b, at=at)
     print(writable(f"different: {'; '.join(found)}") if found else f"same bits{note}")
     return 1 if found else 0
 
 
 def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
-    """Describe each difference between two runs. Raises RunUnreadable."""
+    """Describe each difference between two runs. Raises ConfigError if one can't be read, is not
+    finished, or has no checkpoint of step `at`."""
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:
         yield f"the last step is {infos[0].step} and {infos[1].step}"
@@ -138,8 +131,7 @@ def _facts(info: CheckpointInfo) -> dict[str, Any]:
     """The content of state.json, with numbers as they are written."""
     path = info.path / layout.STATE
     read_record(path, saved_state.KIND)
-    facts: dict[str, Any] = _as_written(read_file(path))
-    return facts
+    return _as_written(read_file(path))
 
 
 def _as_written(data: bytes) -> Any:
@@ -149,18 +141,18 @@ def _as_written(data: bytes) -> Any:
 
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
     if not run.is_dir():
-        raise RunUnreadable(f"{run}: there is no such run folder")
+        raise ConfigError(f"{run}: there is no such run folder.")
     store = Store(run / layout.CHECKPOINTS)
     try:
         if at is not None:
             return store.verify(at)
         summary = read_record(run / layout.SUMMARY, SUMMARY)
         if summary is None:
-            raise RunUnreadable(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
-                                "finish it, or compare checkpoints with --at STEP")
+            raise ConfigError(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
+                              "finish it, or compare checkpoints with --at STEP.")
         return store.verify(summary["step"])
     except CheckpointDamaged as error:
-        raise RunUnreadable(f"{run}: {error}") from error
+        raise ConfigError(f"{run}: {error}") from error
 
 
 def _metric_differences(run_a: Path, run_b: Path, at: int | None) -> Iterator[str]:
@@ -228,7 +220,7 @@ def _product(run: Path) -> dict[str, torch.Tensor]:
     try:
         return tensorfile.load_tensors(path)
     except OSError as error:
-        raise RunUnreadable(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:

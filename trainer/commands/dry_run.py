@@ -80,7 +80,6 @@ def _timed(part: str) -> Iterator[list[str]]:
 
 
 def _saved(run: Path) -> str:
-    """The last save of the run."""
     save = [event for event in read_events(run / layout.EVENTS) if event["event"] == "save"][-1]
     return f"saved {save['bytes']:,} bytes at step {save['at_step']} in {save['seconds']:.2f} s"
 

@@ -95,26 +95,23 @@ def _export(
 
 def _example(reader: SavedRun) -> ModelCall:
     """Record a call of the model on the first batch of the data, in fp32, without a graph."""
-    for split in ("validation", "test", "train"):
-        evaluator = reader.evaluator(split)
-        if evaluator is None:
-            continue
-        batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
-        with torch.no_grad():
-            call = record_first_call(reader.model, reader.task.loss, batch)
-            # The loss may wrap the call (in autocast, for example). The reference output comes from
-            # a call outside of it, like the outputs that it is compared with.
-            call = ModelCall(call.args, call.kwargs, _output(reader.model, call))
-        leaves = output_leaves(call.output)
-        others = [f"{name} ({type(leaf).__name__})" for name, leaf in leaves.items()
-                  if not isinstance(leaf, Tensor)]
-        if len(others) == len(leaves):
-            raise ConfigError("--task: the model's output has no tensor that could be compared, "
-                              f"only {listed(others) or 'None'}.")
-        if others:
-            Log().info(f"not compared, since only tensors are: {listed(others)}")
-        return call
-    raise ConfigError("--task: there is no data to compare an exported model on.")
+    evaluator = next(found for split in ("validation", "test", "train")
+                     if (found := reader.evaluator(split)) is not None)
+    batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
+    with torch.no_grad():
+        call = record_first_call(reader.model, reader.task.loss, batch)
+        # The loss may wrap the call (in autocast, for example). The reference output comes from a
+        # call outside of it, like the outputs that it is compared with.
+        call = ModelCall(call.args, call.kwargs, _output(reader.model, call))
+    leaves = output_leaves(call.output)
+    others = [f"{name} ({type(leaf).__name__})" for name, leaf in leaves.items()
+              if not isinstance(leaf, Tensor)]
+    if len(others) == len(leaves):
+        raise ConfigError("--task: the model's output has no tensor that could be compared, "
+                          f"only {listed(others) or 'None'}.")
+    if others:
+        Log().info(f"not compared, since only tensors are: {listed(others)}")
+    return call
 
 
 def _write_safetensors(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:

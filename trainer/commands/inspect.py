@@ -14,6 +14,7 @@ from trainer.checkpoint.mirror import DATA, FINISHED, RECORDS, Mirror, MirrorEnt
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
+from trainer.commands.report.comparison import text_table
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
@@ -27,7 +28,6 @@ from trainer.telemetry.events import writable
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the contents of a run folder."""
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
         description="Print the checkpoints and their validity, the attempts, the step, the uses of "
@@ -252,14 +252,12 @@ def _table(report: dict[str, Any], run: Path | str) -> str:
             f"{part} {seconds:.1f} s" for part, seconds in parts.items() if seconds >= 0.05)
         lines.append(f"goodput {parts['useful'] / wall_s:.1%} of {wall_s:.1f} s: {uses}; "
                      f"{report['lost_steps']} steps repeated")
-    lines += ["", "attempt  ranks  from  to    seconds  ended"]
-    lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
-              f"{a['seconds']:<8.1f} {a['end']}" + f": {a['cause']}" * bool(a["cause"])
-              for a in report["attempts"]]
-    lines += ["", "checkpoint  generation  kind      size      state"]
-    lines += [f"{c['step']:<11} {c['generation'] if c['generation'] is not None else '-':<11} "
-              f"{c['kind'] or '-':<9} "
-              f"{_size(c['bytes']):<9} {'whole' if c['valid'] else c['why']}"
-              for c in report["checkpoints"]]
+    lines += ["", text_table([["attempt", "ranks", "from", "to", "seconds", "ended"], *(
+        [str(a["attempt"]), str(a["world_size"]), str(a["start_step"]), str(a["end_step"]),
+         f"{a['seconds']:.1f}", a["end"] + f": {a['cause']}" * bool(a["cause"])]
+        for a in report["attempts"])])]
+    lines += ["", text_table([["checkpoint", "generation", "kind", "size", "state"], *(
+        [str(c["step"]), "-" if c["generation"] is None else str(c["generation"]), c["kind"] or "-",
+         _size(c["bytes"]), "whole" if c["valid"] else c["why"]] for c in report["checkpoints"])])]
     lines += [""] * bool(report["damage"]) + [f"damaged: {what}" for what in report["damage"]]
     return "\n".join(lines + (_mirror_lines(report["mirror"]) if "mirror" in report else []))

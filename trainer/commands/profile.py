@@ -14,6 +14,7 @@ import torch
 from trainer.commands.scratch_run import next_step, scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
+from trainer.run.saved_run import config_error_on_write
 from trainer.telemetry.status import Phase
 
 WARM_UP = 3
@@ -57,7 +58,6 @@ class PhaseClock:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Profile a few steps, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(
         prog="trainer profile", allow_abbrev=False,
         description="Run a few training steps under torch's profiler and discard them. Writes a "
@@ -69,10 +69,8 @@ def main(argv: Sequence[str]) -> int:
     options, rest = command_line.split(parser, argv)
     if options.active < 1:
         raise ConfigError(f"--active {options.active}: use 1 or more.")
-    try:
+    with config_error_on_write(f"--to {options.to}", "choose a folder that can be written"):
         options.to.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
     clock = PhaseClock()
     with scratch_run(rest, steps=2 * (WARM_UP + options.active), command="profile",
                      clock=clock) as run:

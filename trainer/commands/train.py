@@ -130,7 +130,6 @@ class RankProcess:
         return str(error)
 
     def _leave(self, code: int, last_words: str = "") -> None:
-        """Tell the launcher the exit code."""
         stop = self._stop
         leave_launcher(code, self._launch, lambda: stop.senders[stop.launcher],
                        last_words=last_words)

@@ -157,7 +157,6 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    """The content of a recipe."""
     try:
         table = read_toml(path)
     except FileDamaged as error:
@@ -232,7 +231,6 @@ def _is_section(hint: Any) -> bool:
 
 
 def _read_flags(arguments: Sequence[str], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Values of the flags by dotted name."""
     given: dict[str, list[list[str]]] = {}
     for flag, words in _with_words(arguments):
         name = flag.removeprefix("--").replace("-", "_")
@@ -477,7 +475,6 @@ def _to_value(value: Any, name: str) -> Any:
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
     return sorted(p.stem for p in RECIPES.glob("*.toml"))
 
 

@@ -25,15 +25,15 @@ class SmallCNN(nn.Module):
     """Two blocks of 3x3 convolution, norm ("batch", "group" with 8 groups, or "none"), ReLU and 2x2
     max-pooling (32 and 64 channels), then a hidden layer of 128 units: about 422,000 parameters."""
 
-    def __init__(self, norm: str = "batch", dropout: float = 0.0, classes: int = 10) -> None:
+    def __init__(self, norm: str = "batch", dropout: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(*_block(1, 32, norm), *_block(32, 64, norm))
         self.head = nn.Sequential(
             nn.Flatten(), nn.Linear(64 * (IMAGE_SIZE // 4) ** 2, 128), nn.ReLU(),
-            nn.Dropout(dropout), nn.Linear(128, classes))
+            nn.Dropout(dropout), nn.Linear(128, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute logits Nxclasses of images Nx1x28x28."""
+        """Compute logits Nx10 of images Nx1x28x28."""
         return self.head(self.features(images))
 
 

@@ -27,17 +27,17 @@ class UNet(nn.Module):
     """U-Net with two levels of downsampling (Ronneberger, Fischer, Brox 2015), about 120,000
     parameters. GroupNorm keeps the images of a batch independent of each other."""
 
-    def __init__(self, width: int = 16, classes: int = len(SHAPES)) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.fine = _block(1, width)
         self.middle = _block(width, 2 * width)
         self.coarse = _block(2 * width, 4 * width)
         self.up_middle = _block(6 * width, 2 * width)
         self.up_fine = _block(3 * width, width)
-        self.head = nn.Conv2d(width, classes, 1)
+        self.head = nn.Conv2d(width, len(SHAPES), 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute logits NxCx32x32 of images Nx1x32x32."""
+        """Compute logits Nx3x32x32 of images Nx1x32x32."""
         fine = self.fine(images)
         middle = self.middle(functional.max_pool2d(fine, 2))
         coarse = self.coarse(functional.max_pool2d(middle, 2))

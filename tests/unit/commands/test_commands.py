@@ -28,7 +28,7 @@ from trainer.config.schema import BadStepConfig, Batch, Checkpoint, Eval, Optim,
 from trainer.errors import NonFinite
 
 
-def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
+def settings(run: Path, task: Small | str, **more: Any) -> Config[Any]:
     return Config(
         task=task, run=str(run), steps=12, device="cpu", world=WorldConfig(threads=1),
         batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Duration(4)),
@@ -114,6 +114,8 @@ BAD = {
     "damaged": (["export", "{damaged}", "--to={out}", "--checkpoint=12"],
                 "--checkpoint 12: step-00000012: model.safetensors"),
     "export into a run": (["export", "{run}", "--to={run}"], "this is a run or a checkpoint"),
+    "export of a model that isn't Hugging Face's": (
+        ["export", "{run}", "--to={folder}", "--format=hf"], "a Net, has no save_pretrained"),
     "unknown flag": (["predict", "{run}", "--optm.lr=1"], "did you mean --optim.lr?"),
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
     "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name must end"),
@@ -223,7 +225,7 @@ def test_a_damaged_final_model_cannot_be_compared(run, tmp_path, capsys):
     os.truncate(damaged / "model.safetensors", 100)
 
     assert main(["compare", str(run), str(damaged)]) == 2
-    assert f"can't compare: {damaged}/model.safetensors: " in capsys.readouterr().out
+    assert f"error: {damaged}/model.safetensors: " in capsys.readouterr().err
 
 
 def of_the_run(run: Path, step: int) -> Net:
@@ -372,3 +374,21 @@ def test_an_exported_model_is_only_kept_with_the_same_output(run, tmp_path, caps
     assert "largest difference 0." in (output := capsys.readouterr().err)
     assert "more than --tolerance 0: it isn't kept" in output
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_model_of_transformers_is_exported_with_its_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path, to = tmp_path / "run", tmp_path / "tuned"
+    train(settings(path, "pretrained_task:Letters"))
+
+    assert main(["export", str(path), "--to", str(to), "--format", "hf"]) == 0
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(to)("abcdef", return_tensors="pt")["input_ids"]
+    trained = type(model)(model.config).eval()
+    trained.load_state_dict(load_file(path / "model.safetensors"))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trained(ids).logits)
+    about = json.loads((to / "export.json").read_text())["files"]["config.json"]
+    assert about["difference"] == 0
+    assert "model.safetensors" in about["files"]

@@ -237,18 +237,11 @@ def in_state(part: str, name: str, value: Any) -> Callable[[Path], None]:
     in_metrics('\n', '\n{"step": null}\n'), in_metrics('\n', '\n{"step": 99}\n'),
     in_metrics('\n', '\nnot JSON\n'), in_metrics('\n', '\n\n'), in_metrics('{', ' {'),
     in_metrics('"loss": ', '"loss": NaN, "was": '), in_metrics('"loss": ', '"loss": 0'),
-    in_state("progress", "replaced", False), in_state("optimizer", "more", None),
-    in_state("scaler", "scale", -0.0)])
+    in_state("progress", "replaced", False), in_state("optimizer", "more", None)])
 def test_other_values_are_never_the_same_bits(run, crafted, capsys, change):
-    if "scaler" in str(change.__closure__[0].cell_contents):
-        in_state("scaler", "scale", 0.0)(crafted)
-        other = shutil.copytree(crafted, crafted.with_name("other"))
-        change(other)
-    else:
-        other = run
-        change(crafted)
+    change(crafted)
 
-    assert main(["compare", str(other), str(crafted)]) in (1, 2)
+    assert main(["compare", str(run), str(crafted)]) in (1, 2)
     assert "same bits" not in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""report: the page and the table of one or more runs."""
+"""`report` and `runs`: the page and the tables of one or more runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ ACCURACIES = {"low": [0.5, 0.4], "high": [0.2, 0.9], "middle": [0.7, 0.6], "none
 RATES = {"low": 0.1, "high": 0.2, "middle": 0.05, "none": 0.1}
 
 
-def folder(path: Path, rate: float, accuracies: list[float]) -> Path:
-    """A run folder that was validated with these accuracies."""
+def folder(path: Path, rate: float, accuracies: list[float], settings: str = "") -> Path:
+    """A run folder that was validated with these accuracies, of a task that can't be imported."""
     path.mkdir(parents=True)
     (path / "run.json").write_text("{}")
-    (path / "config.toml").write_text(f'seed = 1\n[optim]\nlr = {rate}\n')
+    (path / "config.toml").write_text(
+        f'seed = 1\n{settings}\n[task]\nclass = "away:Task"\n[optim]\nlr = {rate}\n')
     (path / "environment.json").write_text(json.dumps({"class_names": ["<cat>", "dog"]}))
     lines = [{"step": step, "loss": 1 / step, "lr": rate, "grad_norm": 1.0, "samples": 8,
               "epoch": 0} for step in range(1, 71)]
@@ -54,10 +55,34 @@ def test_runs_are_sorted_by_their_best_validation_or_a_setting(runs, capsys, by,
 
 
 def test_an_unknown_figure_is_refused_with_the_known_ones(runs, capsys):
-    assert main(["report", *runs, "--sort", "val_acc"]) == 2
-    error = capsys.readouterr().err
-    assert "--sort val_acc: write NAME" in error
-    assert "val_accuracy" in error
+    for command in ("report", "runs"):
+        assert main([command, *runs, "--sort", "val_acc"]) == 2
+        error = capsys.readouterr().err
+        assert "--sort val_acc: write NAME" in error
+        assert "val_accuracy" in error
+
+
+def test_runs_lists_those_of_each_folder_once_and_no_text_of_a_run_controls_the_terminal(
+    runs, tmp_path, capsys
+):
+    folder(tmp_path / "other", 0.3, [0.25], 'device = "\\u001b[31mred\\nline"')
+    assert main(["runs", str(Path(runs[0]).parent), runs[1], str(tmp_path / "other")]) == 0
+
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["run", "val_accuracy", "val_loss", "wall", "time", "optim.lr", "device"]
+    assert [row[0] for row in rows] == ["high", "middle", "low", "other", "none"]
+    assert rows[3][-1] == "\\x1b[31mred\\nline"
+    (tmp_path / "notes").mkdir()
+    assert main(["runs", str(tmp_path / "notes")]) == 2
+    assert "notes: there is no run in this folder" in capsys.readouterr().err
+
+
+def test_runs_has_figures_and_settings_as_json(runs, capsys):
+    assert main(["runs", *runs[:2], "--sort", "optim.lr", "--json"]) == 0
+
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["settings"], second["settings"]) == ({"optim.lr": 0.1}, {"optim.lr": 0.2})
+    assert (first["run"], second["figures"]["val_accuracy"]) == (runs[0], 0.9)
 
 
 def test_a_single_run_has_its_figures_as_text(runs, capsys):
@@ -71,6 +96,10 @@ def test_the_page_of_several_runs_begins_with_their_table(runs, tmp_path, capsys
     page = (tmp_path / "report.html").read_text()
     titles = [part.partition("<")[0] for part in page.split("<h2>")[1:]]
     assert titles[:3] == ["Runs", "Loss", "Accuracy"]
+    assert "<h1>4 runs</h1>" in page
+    assert ('<tr class="differs"><td>optim.lr</td><td>0.2</td><td>0.05</td><td>0.1</td>'
+            '<td>0.1</td></tr>') in page
+    assert page.count('class="differs"') == 1
     assert titles.index("Summary") < titles.index("Confusion of high")
     table = page[page.index("<h2>Runs"):page.index("<h2>Loss")]
     assert "optim.lr" in table

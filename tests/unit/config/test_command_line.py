@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,53 +37,65 @@ def recipe(folder: Path, text: str) -> str:
 # --- recipes and flags
 
 
-def test_the_run_folder_is_named_after_the_recipe(tmp_path):
-    assert command_line.parse_config([]).run == "runs/sample"
-    assert command_line.parse_config(["fashion-mnist"]).run == "runs/fashion-mnist"
-    assert command_line.parse_config([recipe(tmp_path, "")]).run == "runs/recipe"
-    assert command_line.parse_config(["--run-dir", "elsewhere"]).run == "elsewhere"
+CHOICES = ('epochs = 3\n[clip]\nnorm = 2.0\n[optim]\nbetas = [0.5, 0.75]\nweight_decay = 0.5\n'
+           'options = ["amsgrad=true"]\n[schedule]\nname = "linear"\nmin_ratio = 0.0\n'
+           'warmup = "3"\noptions = ["start_factor=0.5"]\n')
+READ: dict[str, tuple[list[str], str | None, dict[str, Any]]] = {
+    "the run folder is named after the recipe": ([], None, {"run": "runs/sample"}),
+    "a shipped recipe": (["fashion-mnist"], None, {"run": "runs/fashion-mnist"}),
+    "a recipe's file": ([], "", {"run": "runs/recipe"}),
+    "--run-dir": (["--run-dir", "a/b"], None, {"run": "a/b"}),
+    "its alias": (["--run", "a/b"], None, {"run": "a/b"}),
+    "with an underscore": (["--run_dir=a/b"], None, {"run": "a/b"}),
+    "flags before the recipe before the defaults": (
+        ["--optim.lr", "0.125", "--seed=3"], "steps = 7\n[optim]\nlr = 0.5\nweight_decay = 0.25\n",
+        {"optim.lr": 0.125, "optim.weight_decay": 0.25, "steps": 7, "seed": 3,
+         "optim.eps": Optim().eps}),
+    "repeated flags are collected": (
+        ["--inject", "kill:step=3", "--inject", "raise:rank=1", "--accept=data"], None,
+        {"inject": ("kill:step=3", "raise:rank=1"), "accept": ("data",)}),
+    "fields of a user's task are flags": (
+        ["--task", "tape_task:Tape", "--task.samples", "5", "--task.norm=batch"], None,
+        {"task.samples": 5, "task.norm": "batch"}),
+    "another task drops the fields of the recipe's": (
+        ["--task=tape_task:Tape"], 'steps = 3\n[task]\nclass = "images"\ndropout = 0.5\n',
+        {"task.dropout": 0.0, "steps": 3}),
+    "hyphens or underscores in a recipe": (
+        [], "[batch]\nglobal-size = 64\nmicro_size = 16\n",
+        {"batch": Batch(global_size=64, micro_size=16)}),
+    "and in flags": (
+        ["--batch.global_size=64", "--batch.micro-size", "16"], None,
+        {"batch": Batch(global_size=64, micro_size=16)}),
+    "what belongs to the recipe's choices": (["--schedule.warmup", "4"], CHOICES, {
+        "epochs": 3, "optim.betas": (0.5, 0.75), "optim.options": ("amsgrad=true",),
+        "schedule.min_ratio": 0.0, "schedule.options": ("start_factor=0.5",)}),
+    "is dropped where a flag chooses otherwise": (
+        ["--steps=9", "--clip.value=0.25", "--optim.name=sgd", "--schedule.name=constant"], CHOICES,
+        {"steps": 9, "epochs": None, "clip.norm": None, "optim": Optim(name="sgd"),
+         "schedule.min_ratio": None, "schedule.options": (), "schedule.warmup": Duration(3)}),
+    "options of the flag's choice": (
+        ["--schedule.name=multi-step", "--schedule.options", "milestones=5"], CHOICES,
+        {"schedule.options": ("milestones=5",)}),
+    "recorded by an earlier version, which did not use all": (
+        [], 'steps = 4\nepochs = 5\n[optim]\nname = "sgd"\nweight_decay = 0.01\n'
+        'betas = [0.9, 0.999]\neps = 1e-8\nmomentum = 0.5\nnesterov = "off"\n'
+        '[schedule]\nname = "constant"\nmin_ratio = 0.1\n',
+        {"steps": 4, "epochs": None, "optim": Optim(name="sgd", momentum=0.5),
+         "schedule.min_ratio": None}),
+    "a wrong value that a flag replaces": (
+        ["--task.root=here", "--checkpoint.keep=2"],
+        '[checkpoint]\nkeep = 0\n[task]\nclass = "field_task:Rooted"\n',
+        {"task.root": "here", "checkpoint.keep": 2})}
+"""What is read → flags, text of a recipe, settings."""
 
 
-def test_flags_override_the_recipe_and_the_recipe_overrides_the_defaults(tmp_path):
-    path = recipe(tmp_path, "steps = 7\n[optim]\nlr = 0.5\nweight_decay = 0.25\n")
+@pytest.mark.parametrize("what", READ)
+def test_settings_come_from_flags_and_the_recipe(tmp_path, what):
+    argv, text, expected = READ[what]
 
-    config = command_line.parse_config([path, "--optim.lr", "0.125", "--seed=3"])
+    config = command_line.parse_config(argv if text is None else [recipe(tmp_path, text), *argv])
 
-    assert (config.optim.lr, config.optim.weight_decay, config.steps) == (0.125, 0.25, 7)
-    assert (config.seed, config.optim.eps) == (3, Optim().eps)
-
-
-def test_values_of_repeated_flags_are_collected():
-    config = command_line.parse_config(["--inject", "kill:step=3", "--inject", "raise:rank=1",
-                                        "--accept", "data", "--accept", "batch.global-size"])
-
-    assert config.inject == ("kill:step=3", "raise:rank=1")
-    assert config.accept == ("data", "batch.global-size")
-
-
-def test_fields_of_a_users_task_are_flags():
-    config = command_line.parse_config(["--task", "tape_task:Tape", "--task.samples", "5",
-                                        "--task.norm=batch"])
-
-    assert type(config.task).__name__ == "Tape"
-    assert (config.task.samples, config.task.norm) == (5, "batch")
-
-
-def test_another_task_drops_the_recipes_task_fields(tmp_path):
-    path = recipe(tmp_path, 'steps = 3\n[task]\nclass = "images"\ndropout = 0.5\n')
-
-    config = command_line.parse_config([path, "--task=tape_task:Tape"])
-
-    assert (config.task.dropout, config.steps) == (0.0, 3)
-
-
-def test_names_have_hyphens_or_underscores_and_run_is_an_alias_of_run_dir(tmp_path):
-    path = recipe(tmp_path, "[batch]\nglobal-size = 64\nmicro_size = 16\n")
-    for argv in ([path], ["--batch.global-size", "64", "--batch.micro_size=16"],
-                 ["--batch.global_size=64", "--batch.micro-size", "16"]):
-        assert command_line.parse_config(argv).batch == Batch(global_size=64, micro_size=16)
-    for argv in (["--run-dir", "a/b"], ["--run", "a/b"], ["--run=a/b"], ["--run_dir=a/b"]):
-        assert command_line.parse_config(argv).run == "a/b"
+    assert {name: operator.attrgetter(name)(config) for name in expected} == expected
 
 
 # --- lengths
@@ -231,6 +245,7 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     (["--optim.betas", "0.9", "1.0"], "--optim.betas (0.9, 1.0): use FLOAT FLOAT >= 0 and < 1."),
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
+    (["--steps=9", "--epochs=2"], "--steps 9: --epochs 2 sets the length of the run too"),
     (["--run= "], "--run-dir ' ': give the path of a folder."),
     (["--inject=kil"], "--inject kil: no fault 'kil'; there are kill"),
     (["--accept=optim.lr"], "--accept optim.lr: there is no such setting; use task.FIELD, batch.g"),
@@ -266,20 +281,12 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
+    ("[task]\nclass = 'field_task:Rooted'", "{path}: [task]: root is empty; name a folder"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1")])
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, message):
     path = recipe(tmp_path, text)
 
     assert refusal(path).startswith(message.format(path=path)), refusal(path)
-
-
-def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
-    path = recipe(tmp_path, '[checkpoint]\nkeep = 0\n[task]\nclass = "field_task:Rooted"\n')
-
-    config = command_line.parse_config([path, "--task.root=here", "--checkpoint.keep=2"])
-
-    assert (config.task.root, config.checkpoint.keep) == ("here", 2)
-    assert refusal(path) == f"{path}: [task]: root is empty; name a folder"
 
 
 @pytest.mark.parametrize(("argv", "expected"), [
@@ -344,47 +351,6 @@ def test_each_setting_declares_its_change_class_and_task_fields_must_match():
     for name in ("task.root", "task.teacher"):
         assert of_task.pop(name) == "ignored", "the location of the data does not change them"
     assert set(of_task.values()) == {"must_match"}
-
-
-def test_a_flag_replaces_the_other_choice_of_the_recipe(tmp_path):
-    path = recipe(tmp_path, 'epochs = 3\n[clip]\nnorm = 2.0\n[optim]\nbetas = [0.5, 0.75]\n'
-                            'weight_decay = 0.5\noptions = ["amsgrad=true"]\n')
-
-    kept = command_line.parse_config([path])
-    other = command_line.parse_config([path, "--steps=9", "--clip.value=0.25", "--optim.name=sgd"])
-
-    assert (kept.epochs, kept.optim.betas, kept.optim.options) == (3, (0.5, 0.75), (
-        "amsgrad=true",))
-    assert (other.steps, other.epochs, other.clip.norm) == (9, None, None)
-    assert other.optim == Optim(name="sgd")
-    assert refusal(path, "--steps=9", "--epochs=2").startswith("--steps 9: --epochs 2 sets the")
-
-
-def test_a_configuration_recorded_by_an_earlier_version_is_read_without_what_it_did_not_use(
-    tmp_path
-):
-    path = recipe(tmp_path, 'steps = 4\nepochs = 5\n[optim]\nname = "sgd"\nweight_decay = 0.01\n'
-                            'betas = [0.9, 0.999]\neps = 1e-8\nmomentum = 0.5\nnesterov = "off"\n'
-                            '[schedule]\nname = "constant"\nmin_ratio = 0.1\n')
-
-    config = command_line.parse_config([path])
-
-    assert (config.steps, config.epochs, config.schedule.min_ratio) == (4, None, None)
-    assert config.optim == Optim(name="sgd", momentum=0.5)
-
-
-def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
-    path = recipe(tmp_path, '[schedule]\nname = "linear"\nmin_ratio = 0.0\nwarmup = "3"\n'
-                            'options = ["start_factor=0.5"]\n')
-
-    kept = command_line.parse_config([path, "--schedule.warmup", "4"]).schedule
-    other = command_line.parse_config([path, "--schedule.name", "constant"]).schedule
-    another = command_line.parse_config([path, "--schedule.name=multi-step",
-                                         "--schedule.options", "milestones=5"]).schedule
-
-    assert (kept.min_ratio, kept.options) == (0.0, ("start_factor=0.5",))
-    assert (other.min_ratio, other.options, other.warmup) == (None, (), Duration(3))
-    assert another.options == ("milestones=5",)
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from trainer.config.compatibility import ResumeDecision, compare_settings, setti
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
+PAGE = (Path(__file__).parents[3] / "docs/resume.md").read_text()
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
                         "device": "cpu", "torch": "2.11.0", "python": "3.12",
                         "splits": {"validation": "40 samples ab", "test": None},
@@ -79,6 +82,21 @@ SETTINGS = [(name, value, change) for name, value, change in parsed().leaves()]
 
 
 # --- the three classes
+
+def test_the_page_has_each_setting_in_its_class():
+    documented = {
+        match[1].replace(" ", "_"): {
+            key.strip() for key in match[2].split(",") if "field" not in key}
+        for match in re.finditer(r"^\| (fixed|must match|may change|ignored) \| (.*) \|$", PAGE,
+                                 re.MULTILINE)}
+
+    actual: dict[str, set[str]] = {}
+    for name, _, change in SETTINGS:
+        if not name.startswith("task."):
+            actual.setdefault(change, set()).add(name)
+
+    assert documented == actual
+
 
 @pytest.mark.parametrize(("name", "value", "change"), SETTINGS, ids=lambda v: str(v)[:30])
 def test_each_setting_may_change_as_declared(name, value, change):
@@ -209,7 +227,6 @@ def test_what_an_earlier_version_recorded_and_did_not_read_is_no_change(argv, th
     del before["optim.options"], before["schedule.replan"]
 
     assert compare_settings(parsed(*argv), before, now=HERE, then=HERE) == ResumeDecision()
-
 
 
 def test_a_removed_setting_is_ignored_and_a_removed_field_of_the_task_is_not():

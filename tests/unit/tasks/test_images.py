@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_fashion_mnist import contents, write
 from torch.nn import functional
 
 from trainer.errors import ConfigError
@@ -23,22 +24,15 @@ class Indices(list):
         self.keys, self.epoch = np.array(keys, dtype=np.uint64), 0
 
 
-def idx(array: np.ndarray) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
-
-
 def tiny(folder: Path, *, change: tuple[int, int] | None = None, **fields) -> Images:
     """A task with 50 + 10 images; `change` = (file, byte) changes one byte."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(1)
-    for number, name in enumerate(FILES):
-        count = 50 if number < 2 else 10
-        array = (np.arange(count, dtype=np.uint8) % 10 if number % 2
-                 else draw.integers(0, 200, (count, 28, 28), dtype=np.uint8))
-        if change is not None and change[0] == number:
-            array.reshape(-1)[change[1]] ^= 1
-        (folder / name).write_bytes(idx(array))
-    return Images(data="fashion-mnist", root=str(folder), **fields)
+    files = contents(50, 10)
+    if change is not None:
+        name, header = FILES[change[0]], 8 if change[0] % 2 else 16
+        data = bytearray(files[name])
+        data[header + change[1]] ^= 1
+        files[name] = bytes(data)
+    return Images(data="fashion-mnist", root=str(write(folder, files)), **fields)
 
 
 def test_a_fifth_of_the_training_file_is_held_out_and_none_of_it_trained_on():

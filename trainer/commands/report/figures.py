@@ -101,7 +101,6 @@ def _mirror(run: History) -> str:
 
 
 def _clipped(run: History) -> str:
-    """Format the share of steps whose gradient was clipped."""
     limit = run.config.get("clip.norm")
     clipped = [step["grad_norm"] > limit for step in run.steps
                if limit and step.get("grad_norm") is not None]
@@ -127,7 +126,6 @@ def _speed(run: History) -> dict[str, str]:
 
 
 def peak_memory_mb(line: Mapping[str, Any]) -> float | None:
-    """Largest memory of a rank in a line of timing.jsonl."""
     return max((memory for memory in line["memory_mb"] if memory), default=None)
 
 

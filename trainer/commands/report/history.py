@@ -132,7 +132,6 @@ class History:
 
     @property
     def lost_steps(self) -> int:
-        """Number of finished steps that were repeated."""
         return sum(lost_steps(*pair, self.events) for pair in _pairs(self.attempt_times))
 
 

@@ -66,7 +66,6 @@ class Plot:
     of_one: bool = False  # of several runs
 
     def svg(self) -> str:
-        """Return an <svg> element."""
         text = self._render("svg", transparent=True, metadata=dict.fromkeys(
             ("Creator", "Date", "Format", "Type"))).decode()
         return text[text.index("<svg"):]

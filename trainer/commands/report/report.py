@@ -82,7 +82,6 @@ summary { cursor: pointer; color: var(--soft); margin-top: 8px }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report and print the path of the page."""
     parser = argparse.ArgumentParser(
         prog="trainer report",
         description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
