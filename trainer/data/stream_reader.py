@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from trainer.storage.codec import decode, encode
 
 Collate = Callable[[list[Any]], Any]
 _OPEN, _COLLATE = -1, 1
+_END = object()
+CHEAP_S, STATE_SHARE = 1e-3, 0.01
+"""A state that takes longer than this processor time is taken for at most this share of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,9 @@ class LaneIterator:
         self._spec, self._epoch = spec, epoch
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place, self._ended = 0, mark.ended
+        self._mark, self._due_s = mark, 0.0
+        self._draws = True
+        """Whether the random generators are keyed before each sample."""
         self._generators: list[Any] = []
         self._stateful: Any = None
         """The iterator or the source, whichever has a state_dict, which is then the position."""
@@ -118,6 +125,7 @@ class LaneIterator:
             if not spec.read_through:
                 self._find_state(source)
             self._start(source, mark)
+            self._draws = getattr(self._iterator, "draws", True) is not False
         while self._place < windows * spec.samples_per_window and not self._ended:
             self.take()
 
@@ -149,27 +157,32 @@ class LaneIterator:
         """The samples of the next window, each with its position in this iterator: fewer at the end
         of the stream, and none after it."""
         taken: list[tuple[int, Any]] = []
-        while len(taken) < self._spec.samples_per_window and not self._ended:
-            if self._place >= self._spec.samples_of(self.number):
-                self._ended = True
-                break
-            self._key(self._place)
-            with self._named("reading"):
-                try:
-                    taken.append((self._place, next(self._iterator)))
-                except StopIteration:
+        size, limit = self._spec.samples_per_window, self._spec.samples_of(self.number)
+        with self._named("reading"):
+            while len(taken) < size and not self._ended:
+                if self._draws:
+                    self._key(self._place)
+                sample = next(self._iterator, _END) if self._place < limit else _END
+                if sample is _END:
                     self._ended = True
-                    break
-            self._place += 1
+                else:
+                    taken.append((self._place, sample))
+                    self._place += 1
         return taken
 
-    def mark(self, windows: int) -> LanePosition:
-        """The current position, after `windows` windows of the epoch."""
-        state = None
-        if self._stateful is not None and not self._ended:
+    def mark(self, windows: int, *, new: bool = False) -> LanePosition:
+        """The position after `windows` windows of the epoch; unless it has to be `new`, it may be
+        an earlier one while a large state would take too much of the time."""
+        if self._stateful is None or self._ended:
+            return LanePosition(windows=windows, ended=self._ended)
+        if new or time.monotonic() >= self._due_s:
+            began_s = time.thread_time()
             with self._named("the state_dict() at"):
                 state = encode(self._stateful.state_dict())
-        return LanePosition(windows=windows, state=state, ended=self._ended)
+            self._mark = LanePosition(windows=windows, state=state)
+            if (cost_s := time.thread_time() - began_s) > CHEAP_S:
+                self._due_s = time.monotonic() + cost_s / STATE_SHARE
+        return self._mark
 
     def _key(self, *place: int) -> None:
         rng.seed_all(*self._keys, *place, devices=False)
@@ -178,8 +191,8 @@ class LaneIterator:
 
     def _named(self, doing: str) -> AbstractContextManager[None]:
         lane = f" of lane {self.number}" if self._spec.per_lane else ""
-        return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the "
-                               "stream")
+        return as_sample_error(lambda: f"{doing} sample {self._place}{lane} of epoch {self._epoch} "
+                                       "of the stream")
 
 
 def known_length(dataset: Any) -> int | None:
@@ -202,7 +215,7 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
 
 @dataclass(frozen=True)
 class WindowPart:
-    """What one process has read for a window, and its iterators' positions after the window."""
+    """What one process has read for a window, and its iterators' new positions after it."""
 
     micro_batches: list[MicroBatch]
     marks: dict[int, LanePosition]
@@ -244,6 +257,7 @@ class LaneReader(IterableDataset[WindowPart]):
         iterators = [LaneIterator(self._spec, number=number, epoch=epoch, windows=windows,
                                   mark=marks.get(number, LanePosition()))
                      for number in self._spec.iterators_of(self._lanes)]
+        known: dict[int, LanePosition] = {}
         while True:
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
@@ -254,8 +268,10 @@ class LaneReader(IterableDataset[WindowPart]):
             self._stand_in = max([*reversed(taken.values()), self._stand_in], key=len)
             micro_batches = [self._micro(epoch, lane, taken[lane]) for lane in self._lanes]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            yield WindowPart(micro_batches,
-                             {iterator.number: iterator.mark(windows) for iterator in iterators})
+            found = {iterator.number: iterator.mark(windows) for iterator in iterators}
+            yield WindowPart(micro_batches, {number: mark for number, mark in found.items()
+                                             if mark is not known.get(number)})
+            known = found
 
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""
