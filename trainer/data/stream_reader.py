@@ -74,10 +74,6 @@ class StreamSpec:
         """Numbers of the iterators that read these lanes."""
         return list(lanes) if self.per_lane else [0]
 
-    def lane_of(self, iterator: int, place: int) -> int:
-        """The lane of the sample at a position of an iterator."""
-        return iterator if self.per_lane else place % self.lanes
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanePosition:
@@ -262,9 +258,11 @@ class LaneReader(IterableDataset[WindowPart]):
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
             for iterator in iterators:
+                if self._spec.per_lane:
+                    taken[iterator.number] = iterator.take()
+                    continue
                 for place, sample in iterator.take():
-                    lane = self._spec.lane_of(iterator.number, place)
-                    taken.setdefault(lane, []).append((place, sample))
+                    taken.setdefault(place % self._spec.lanes, []).append((place, sample))
             self._stand_in = max([*reversed(taken.values()), self._stand_in], key=len)
             micro_batches = [self._micro(epoch, lane, taken[lane]) for lane in self._lanes]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]

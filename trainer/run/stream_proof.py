@@ -105,8 +105,8 @@ def prove_stream(spec: StreamSpec, lanes: Sequence[int], *, daemon: bool) -> Str
     ends = len(straight.windows[0]), len(straight.windows[1])
     stop = ends[0] + straight.ended
     """The window after the last one of an epoch that has ended is read too: it is empty."""
-    places = [(0, place) for place in sorted({*depths[0], ends[0] - 1, ends[0]})
-              if 0 < place < stop]
+    last = {ends[0] - 1, ends[0]} if straight.ended else set()
+    places = [(0, place) for place in sorted({*depths[0], *last}) if 0 < place < stop]
     places += [(1, place) for place in depths[1] if place < ends[1]]
     problem, usable, tried = straight.state_error, not straight.state_error, [0, 0]
     marks = straight.marks
