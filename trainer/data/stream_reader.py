@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 _OPEN, _COLLATE = -1, 1
 _END = object()
 CHEAP_S, STATE_SHARE = 1e-3, 0.01
-"""A state that takes longer than this processor time is taken for at most this share of time."""
+"""States that take longer than this processor time are taken for at most this share of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class LaneIterator:
         self.number = number
         self._spec, self._epoch = spec, epoch
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
-        self._place, self._ended = 0, mark.ended
-        self._mark, self._due_s = mark, 0.0
+        self._place = 0
+        self.ended = mark.ended
         self._draws = True
         """Whether the random generators are keyed before each sample."""
         self._generators: list[Any] = []
@@ -122,7 +122,7 @@ class LaneIterator:
                 self._find_state(source)
             self._start(source, mark)
             self._draws = getattr(self._iterator, "draws", True) is not False
-        while self._place < windows * spec.samples_per_window and not self._ended:
+        while self._place < windows * spec.samples_per_window and not self.ended:
             self.take()
 
     def _find_state(self, source: Any) -> None:
@@ -155,30 +155,24 @@ class LaneIterator:
         taken: list[tuple[int, Any]] = []
         size, limit = self._spec.samples_per_window, self._spec.samples_of(self.number)
         with self._named("reading"):
-            while len(taken) < size and not self._ended:
+            while len(taken) < size and not self.ended:
                 if self._draws:
                     self._key(self._place)
                 sample = next(self._iterator, _END) if self._place < limit else _END
                 if sample is _END:
-                    self._ended = True
+                    self.ended = True
                 else:
                     taken.append((self._place, sample))
                     self._place += 1
         return taken
 
-    def mark(self, windows: int, *, new: bool = False) -> LanePosition:
-        """The position after `windows` windows of the epoch; unless it has to be `new`, it may be
-        an earlier one while a large state would take too much of the time."""
-        if self._stateful is None or self._ended:
-            return LanePosition(windows=windows, ended=self._ended)
-        if new or time.monotonic() >= self._due_s:
-            began_s = time.thread_time()
+    def mark(self, windows: int) -> LanePosition:
+        """The current position, after `windows` windows of the epoch."""
+        state = None
+        if self._stateful is not None and not self.ended:
             with self._named("the state_dict() at"):
                 state = encode(self._stateful.state_dict())
-            self._mark = LanePosition(windows=windows, state=state)
-            if (cost_s := time.thread_time() - began_s) > CHEAP_S:
-                self._due_s = time.monotonic() + cost_s / STATE_SHARE
-        return self._mark
+        return LanePosition(windows=windows, state=state, ended=self.ended)
 
     def _key(self, *place: int) -> None:
         rng.seed_all(*self._keys, *place, devices=False)
@@ -189,6 +183,23 @@ class LaneIterator:
         lane = f" of lane {self.number}" if self._spec.per_lane else ""
         return as_sample_error(lambda: f"{doing} sample {self._place}{lane} of epoch {self._epoch} "
                                        "of the stream")
+
+
+class Positions:
+    """The positions of iterators that are read in turn. Large states are taken rarely: the samples
+    since then are read again after a restart."""
+
+    def __init__(self, iterators: Sequence[LaneIterator]) -> None:
+        self._iterators, self._due_s = iterators, 0.0
+
+    def after(self, windows: int, *, all_new: bool = False) -> dict[int, LanePosition]:
+        """Iterator → its position after `windows` windows; without those that are left out."""
+        due = all_new or time.monotonic() >= self._due_s
+        began_s = time.thread_time()
+        found = {one.number: one.mark(windows) for one in self._iterators if due or one.ended}
+        if due and (cost_s := time.thread_time() - began_s) > CHEAP_S:
+            self._due_s = time.monotonic() + cost_s / STATE_SHARE
+        return found
 
 
 def known_length(dataset: Any) -> int | None:
@@ -253,7 +264,7 @@ class LaneReader(IterableDataset[WindowPart]):
         iterators = [LaneIterator(self._spec, number=number, epoch=epoch, windows=windows,
                                   mark=marks.get(number, LanePosition()))
                      for number in self._spec.iterators_of(self._lanes)]
-        known: dict[int, LanePosition] = {}
+        positions = Positions(iterators)
         while True:
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
@@ -266,10 +277,7 @@ class LaneReader(IterableDataset[WindowPart]):
             self._stand_in = max([*reversed(taken.values()), self._stand_in], key=len)
             micro_batches = [self._micro(epoch, lane, taken[lane]) for lane in self._lanes]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            found = {iterator.number: iterator.mark(windows) for iterator in iterators}
-            yield WindowPart(micro_batches, {number: mark for number, mark in found.items()
-                                             if mark is not known.get(number)})
-            known = found
+            yield WindowPart(micro_batches, positions.after(windows))
 
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""

@@ -93,7 +93,7 @@ def check_sample_reproducibility(work: Setup, log: Log, config: Config[Any]
     with what was found, and why the run is only equivalent, if it is."""
     reasons = []
     for split, dataset in work.data.items():
-        if dataset is None:
+        if dataset is None or work.fingerprints[split] == UNORDERED:
             continue
         again = _stream_differs if isinstance(dataset, IterableDataset) else _samples_differ
         why, remedy = again(work, split, config.seed)
@@ -165,10 +165,11 @@ def check_streams(
     usable = all(proof.usable for proof in proofs)
     if problem and (not usable or (choice == "auto" and not unlike)):
         raise from_rank(0, ConfigError(
-            f"--data.stream-resume {choice}: {problem}, so a restart would not be exact. "
-            + remedies(usable=usable, unlike=unlike)))
+            f"--data.stream-resume {choice}: {problem}, so a restart would "
+            f"{'not be exact' if usable else 'fail'}. {remedies(usable=usable, unlike=unlike)}"))
     if unlike:
-        log.warn_once(f"{'; '.join(filter(None, (problem, unlike)))}; {DRAW}")
+        log.warn_once(f"{'; '.join(filter(None, (problem, unlike)))}; {DRAW}, and keep the order "
+                      "of parallel mappers (in_order=True)")
     elif problem:
         log.warn_once(f"{problem}, so a restart is not exact (--data.stream-resume state)")
     if unlike == DIFFERS:

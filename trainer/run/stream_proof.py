@@ -17,7 +17,7 @@ import xxhash
 
 from trainer.data.map_dataset import begin_epoch
 from trainer.data.sample_errors import SampleError
-from trainer.data.stream_reader import LaneIterator, LanePosition, StreamSpec
+from trainer.data.stream_reader import LaneIterator, LanePosition, Positions, StreamSpec
 from trainer.data.workers import call_in_child
 from trainer.errors import ConfigError
 from trainer.run.prepare import content
@@ -29,7 +29,7 @@ AFTER = 20
 """Number of samples that are compared after the last state."""
 FEW = 8
 """Number of samples by which the place of a wrong state is recognized."""
-READ_S, ALL_S = 0.5, 3.0
+READ_S, ALL_S = 0.5, 5.0
 """Limits in seconds of the first reading of an epoch, and of all: of a slow stream two windows are
 tried."""
 DIFFERS = "another reading of the training stream from its start gives other samples"
@@ -103,27 +103,27 @@ def prove_stream(spec: StreamSpec, lanes: Sequence[int], *, daemon: bool) -> Str
                               f"process, only outside of one ({straight.error}); use "
                               "--data.workers 0.")
     ends = len(straight.windows[0]), len(straight.windows[1])
-    stop = ends[0] + straight.ended
-    """The window after the last one of an epoch that has ended is read too: it is empty."""
+    stop = ends[0] + straight.ended  # the window after the last one of an epoch must be empty
     last = {ends[0] - 1, ends[0]} if straight.ended else set()
-    places = [(0, place) for place in sorted({*depths[0], *last}) if 0 < place < stop]
-    places += [(1, place) for place in depths[1] if place < ends[1]]
+    fresh = read((1, 0, ends[1]), keep=(1, depths[1][0])) if ends[1] else Reading()
+    unlike = "" if fresh.windows[1] == straight.windows[1] else (
+        "epoch 1 of the training stream has other samples in a process that has not read epoch 0: "
+        "take what depends on the epoch from set_epoch()")
     problem, usable, tried = straight.state_error, not straight.state_error, [0, 0]
-    marks = straight.marks
-    final = (1, ends[1]) if ends[1] else (0, stop)
-    for place, to in itertools.pairwise([*places, final] if straight.kind else []):
-        if problem or time.monotonic() > deadline_s:
-            break
-        (epoch, first), (_, end) = place, to
-        spans = [(epoch, first, end)] if epoch == to[0] else [(0, first, stop), (1, 0, end)]
-        again = read(*spans, marks=marks, keep=to)
-        problem = _difference(spec, straight, again, spans)
-        usable, marks = not (again.error or again.state_error), again.marks
-        tried[epoch] = first * size
-    unlike = ""
-    if ends[1] and read((1, 0, ends[1])).windows[1] != straight.windows[1]:
-        unlike = ("epoch 1 of the training stream has other samples in a process that has not read "
-                  "epoch 0: take what depends on the epoch from set_epoch()")
+    chains = ((straight.marks, [
+        *((0, place) for place in sorted({*depths[0], *last}) if 0 < place < stop),
+        (1, ends[1]) if ends[1] else (0, stop)]),
+        (fresh.marks, [(1, place) for place in sorted({*depths[1], ends[1]}) if place <= ends[1]]))
+    for marks, chain in chains if straight.kind else ():
+        for (epoch, first), to in itertools.pairwise(chain):
+            if problem or (unlike if epoch else time.monotonic() > deadline_s):
+                break
+            same = epoch == to[0]
+            spans = [(epoch, first, to[1])] if same else [(0, first, stop), (1, 0, to[1])]
+            again = read(*spans, marks=marks, keep=to)
+            problem = _difference(spec, straight, again, spans)
+            usable, marks = not (again.error or again.state_error), again.marks
+            tried[epoch] = first * size
     if (problem or not straight.kind) and (
             read((0, 0, ends[0])).windows[0] != straight.windows[0]):
         unlike = DIFFERS
@@ -132,12 +132,13 @@ def prove_stream(spec: StreamSpec, lanes: Sequence[int], *, daemon: bool) -> Str
 
 
 def remedies(*, usable: bool, unlike: str) -> str:
-    """The ways on from a state with a problem, as sentences."""
+    """The ways on from a state with a problem, as a sentence."""
+    own = ("Make load_state_dict() restore the exact position, buffers included" if usable else
+           "Correct state_dict() and load_state_dict()")
     exact = f"equivalent, since {unlike}" if unlike else "exact"
-    return (
-        "Make load_state_dict() restore the exact position, buffers included; or use "
-        "--data.stream-resume read-through (a restart reads the samples of its epoch up to its "
-        f"position once more: {exact})" + ", or state (equivalent)" * usable + ".")
+    return (f"{own}; or use --data.stream-resume read-through (a restart reads the samples of its "
+            f"epoch up to its position once more: {exact})" + ", or state (equivalent)" * usable
+            + ".")
 
 
 def reach(proofs: Sequence[StreamProof]) -> str:
@@ -189,7 +190,7 @@ class Reader:
 
     def _fill(self, reading: Reading, iterators: list[LaneIterator], epoch: int, places: range
               ) -> None:  # fmt: skip
-        deadline_s = time.monotonic() + self.limit_s
+        deadline_s, positions = time.monotonic() + self.limit_s, Positions(iterators)
         for place in places:
             window = {one.number: [xxhash.xxh3_128(content(sample)).hexdigest()
                                    for _, sample in one.take()] for one in iterators}
@@ -199,7 +200,7 @@ class Reader:
             reading.windows[epoch].append(window)
             kept = (epoch, place) == self.keep
             try:
-                marks = {one.number: one.mark(place, new=kept) for one in iterators}
+                marks = positions.after(place, all_new=kept)
             except SampleError as error:
                 reading.state_error = str(error)
                 return
