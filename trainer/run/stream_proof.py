@@ -142,9 +142,9 @@ def remedies(*, usable: bool, unlike: str) -> str:
 
 
 def reach(proofs: Sequence[StreamProof]) -> str:
-    """How far the states of all ranks' lanes were tried; "" if there are none."""
+    """How far the states of all ranks' lanes are right; "" if there are none, or a wrong one."""
     first, later = (min(depths) for depths in zip(*(proof.tried for proof in proofs), strict=True))
-    if not first:
+    if not first or any(proof.problem for proof in proofs):
         return ""
     end = "its end" if all(proof.ended for proof in proofs) else "not its end"
     return f"tried up to sample {first:,} of epoch 0 ({end})" + (
