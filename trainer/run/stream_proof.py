@@ -116,7 +116,7 @@ def prove_stream(spec: StreamSpec, lanes: Sequence[int], *, daemon: bool) -> Str
         (fresh.marks, [(1, place) for place in sorted({*depths[1], ends[1]}) if place <= ends[1]]))
     for marks, chain in chains if straight.kind else ():
         for (epoch, first), to in itertools.pairwise(chain):
-            if problem or (unlike if epoch else time.monotonic() > deadline_s):
+            if problem or (unlike if epoch else tried[0] and time.monotonic() > deadline_s):
                 break
             same = epoch == to[0]
             spans = [(epoch, first, to[1])] if same else [(0, first, stop), (1, 0, to[1])]

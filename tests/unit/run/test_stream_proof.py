@@ -325,6 +325,7 @@ def test_epochs_that_a_source_counts_itself_are_found():
 
 def test_a_slow_or_broken_source_takes_no_longer_than_its_first_windows(monkeypatch):
     monkeypatch.setattr(stream_proof, "READ_S", 0.5)
+    monkeypatch.setattr(stream_proof, "ALL_S", 0.0)
 
     class Slow(Still):
         def __next__(self) -> Any:
