@@ -40,7 +40,7 @@ from trainer.run.proof import (
     unequal_sums,
     values,
 )
-from trainer.run.stream_proof import prove_stream
+from trainer.run.stream_proof import prove_stream, remedies
 from trainer.step import Step, TurnParameters
 from trainer.task import (
     Outcome,
@@ -97,12 +97,8 @@ def _state_problem(task: Any, batch_size: int) -> str:
     spec = StreamSpec(dataset=dataset_of(task, "train"), lanes=2, micro_size=batch_size, seed=SEED)
     proof = prove_stream(spec, range(2), daemon=False)
     if proof.problem:
-        return (f"{proof.problem}: make load_state_dict() restore the exact position, buffers "
-                "included" + ("." if not proof.reproducible else
-                              ", or train with --data.stream-resume read-through."))
-    return "" if proof.reproducible else (
-        "another reading of the training stream from its start gives other samples, so a restarted "
-        "run would train on other data.")
+        return f"{proof.problem}. {remedies(usable=proof.usable, unlike=proof.unlike)}"
+    return f"{proof.unlike}, so a restarted run would train on other data." * bool(proof.unlike)
 
 
 def dataset_of(task: Any, split: str) -> Any:

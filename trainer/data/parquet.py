@@ -106,6 +106,7 @@ class ParquetLane(Iterator[Any]):
 
     def __init__(self, stream: ParquetStream, places: range) -> None:
         self._stream, self._places, self._taken = stream, places, 0
+        self.draws = stream.transform is not None
         self._rows: Iterator[Any] = iter(())
 
     def __next__(self) -> Any:

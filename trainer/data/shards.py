@@ -23,7 +23,8 @@ Transform = Callable[[Any], Any]
 class KeyedStream(IterableDataset[Any]):
     """Base of streams in lanes whose order is a function of `key`, another one in each epoch.
 
-    A lane is an iterator with a `state_dict`.
+    A lane is an iterator with a `state_dict`. One whose attribute `draws` is False draws from no
+    random generator: for small samples, keying them takes longer than reading.
     """
 
     key = 0

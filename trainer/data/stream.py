@@ -51,7 +51,8 @@ class StreamReader:
         self._marks: dict[int, LanePosition] = {}
         """Iterator → its last known position; missing: the start of the epoch."""
         self._taken: dict[int, dict[int, LanePosition]] = {}
-        """Step → positions of this rank's iterators after it; from the last completed step on."""
+        """Step → new positions of this rank's iterators after it; from the last completed step on.
+        """
         self._readers: list[DataReader] = []
         """One per loader process; empty before the first micro-batch."""
         self._turns: Iterator[DataReader] = iter(())
@@ -89,21 +90,29 @@ class StreamReader:
     def share(self) -> None:
         """Exchange the iterators' positions between all ranks before a save (collective). Without
         it a resumed run reads and drops the samples since the last exchange: slower, but exact."""
-        own = self._marks | self._taken.get(self._step(), {})
-        mine = {number: dataclasses.asdict(own.get(number, LanePosition()))
+        own = self._positions()
+        mine = {number: vars(own.get(number, LanePosition()))
                 for number in self._spec.iterators_of(self._lanes)}
         for theirs in self._gather(mine):
             self._marks |= {int(number): LanePosition(**mark) for number, mark in theirs.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all lanes after the last completed step."""
-        marks = self._marks | self._taken.get(self._step(), {})
+        marks = self._positions()
         return {
             "epoch": self._epoch, "start": self._start, "lanes": self._spec.lanes,
             "micro_size": self._spec.micro_size,
-            "feeds": [dataclasses.asdict(marks.get(n, LanePosition()))
+            "feeds": [dict(vars(marks.get(n, LanePosition())))
                       for n in range(self._spec.iterators)],
         }
+
+    def _positions(self) -> dict[int, LanePosition]:
+        """The last known positions up to the last completed step."""
+        step, marks = self._step(), self._marks
+        for taken, found in list(self._taken.items()):
+            if taken <= step:
+                marks = marks | found
+        return marks
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position; must be called before the first micro-batch is read."""
@@ -162,5 +171,6 @@ class StreamReader:
                                        last=self._count % self._slots == 0)
             self._ready.append(dataclasses.replace(micro, spec=spec))
         for past in [step for step in self._taken if step < self._step()]:
+            self._marks = self._marks | self._taken[past]
             del self._taken[past]
         self._taken.setdefault(self._first + window, {}).update(part.marks)

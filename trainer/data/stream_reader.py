@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from trainer.storage.codec import decode, encode
 
 Collate = Callable[[list[Any]], Any]
 _OPEN, _COLLATE = -1, 1
+_END = object()
+CHEAP_S, STATE_SHARE = 1e-3, 0.01
+"""States that take longer than this processor time are taken for at most this share of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +74,6 @@ class StreamSpec:
         """Numbers of the iterators that read these lanes."""
         return list(lanes) if self.per_lane else [0]
 
-    def lane_of(self, iterator: int, place: int) -> int:
-        """The lane of the sample at a position of an iterator."""
-        return iterator if self.per_lane else place % self.lanes
-
 
 @dataclass(frozen=True, kw_only=True)
 class LanePosition:
@@ -98,7 +98,10 @@ class LaneIterator:
         self.number = number
         self._spec, self._epoch = spec, epoch
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
-        self._place, self._ended = 0, mark.ended
+        self._place = 0
+        self.ended = mark.ended
+        self._draws = True
+        """Whether the random generators are keyed before each sample."""
         self._generators: list[Any] = []
         self._stateful: Any = None
         """The iterator or the source, whichever has a state_dict, which is then the position."""
@@ -118,7 +121,8 @@ class LaneIterator:
             if not spec.read_through:
                 self._find_state(source)
             self._start(source, mark)
-        while self._place < windows * spec.samples_per_window and not self._ended:
+            self._draws = getattr(self._iterator, "draws", True) is not False
+        while self._place < windows * spec.samples_per_window and not self.ended:
             self.take()
 
     def _find_state(self, source: Any) -> None:
@@ -149,27 +153,26 @@ class LaneIterator:
         """The samples of the next window, each with its position in this iterator: fewer at the end
         of the stream, and none after it."""
         taken: list[tuple[int, Any]] = []
-        while len(taken) < self._spec.samples_per_window and not self._ended:
-            if self._place >= self._spec.samples_of(self.number):
-                self._ended = True
-                break
-            self._key(self._place)
-            with self._named("reading"):
-                try:
-                    taken.append((self._place, next(self._iterator)))
-                except StopIteration:
-                    self._ended = True
-                    break
-            self._place += 1
+        size, limit = self._spec.samples_per_window, self._spec.samples_of(self.number)
+        with self._named("reading"):
+            while len(taken) < size and not self.ended:
+                if self._draws:
+                    self._key(self._place)
+                sample = next(self._iterator, _END) if self._place < limit else _END
+                if sample is _END:
+                    self.ended = True
+                else:
+                    taken.append((self._place, sample))
+                    self._place += 1
         return taken
 
     def mark(self, windows: int) -> LanePosition:
         """The current position, after `windows` windows of the epoch."""
         state = None
-        if self._stateful is not None and not self._ended:
+        if self._stateful is not None and not self.ended:
             with self._named("the state_dict() at"):
                 state = encode(self._stateful.state_dict())
-        return LanePosition(windows=windows, state=state, ended=self._ended)
+        return LanePosition(windows=windows, state=state, ended=self.ended)
 
     def _key(self, *place: int) -> None:
         rng.seed_all(*self._keys, *place, devices=False)
@@ -178,8 +181,25 @@ class LaneIterator:
 
     def _named(self, doing: str) -> AbstractContextManager[None]:
         lane = f" of lane {self.number}" if self._spec.per_lane else ""
-        return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the "
-                               "stream")
+        return as_sample_error(lambda: f"{doing} sample {self._place}{lane} of epoch {self._epoch} "
+                                       "of the stream")
+
+
+class Positions:
+    """The positions of iterators that are read in turn. Large states are taken rarely: the samples
+    since then are read again after a restart."""
+
+    def __init__(self, iterators: Sequence[LaneIterator]) -> None:
+        self._iterators, self._due_s = iterators, 0.0
+
+    def after(self, windows: int, *, all_new: bool = False) -> dict[int, LanePosition]:
+        """Iterator → its position after `windows` windows; without those that are left out."""
+        due = all_new or time.monotonic() >= self._due_s
+        began_s = time.thread_time()
+        found = {one.number: one.mark(windows) for one in self._iterators if due or one.ended}
+        if due and (cost_s := time.thread_time() - began_s) > CHEAP_S:
+            self._due_s = time.monotonic() + cost_s / STATE_SHARE
+        return found
 
 
 def known_length(dataset: Any) -> int | None:
@@ -202,7 +222,7 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
 
 @dataclass(frozen=True)
 class WindowPart:
-    """What one process has read for a window, and its iterators' positions after the window."""
+    """What one process has read for a window, and its iterators' new positions after it."""
 
     micro_batches: list[MicroBatch]
     marks: dict[int, LanePosition]
@@ -244,18 +264,20 @@ class LaneReader(IterableDataset[WindowPart]):
         iterators = [LaneIterator(self._spec, number=number, epoch=epoch, windows=windows,
                                   mark=marks.get(number, LanePosition()))
                      for number in self._spec.iterators_of(self._lanes)]
+        positions = Positions(iterators)
         while True:
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
             for iterator in iterators:
+                if self._spec.per_lane:
+                    taken[iterator.number] = iterator.take()
+                    continue
                 for place, sample in iterator.take():
-                    lane = self._spec.lane_of(iterator.number, place)
-                    taken.setdefault(lane, []).append((place, sample))
+                    taken.setdefault(place % self._spec.lanes, []).append((place, sample))
             self._stand_in = max([*reversed(taken.values()), self._stand_in], key=len)
             micro_batches = [self._micro(epoch, lane, taken[lane]) for lane in self._lanes]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            yield WindowPart(micro_batches,
-                             {iterator.number: iterator.mark(windows) for iterator in iterators})
+            yield WindowPart(micro_batches, positions.after(windows))
 
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""

@@ -76,7 +76,7 @@ def build(
     context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path,
                       resume_from=resume_from, init=init)
     setup = world.fail_together(partial(prepare, config, world))
-    startup_checks.check_data(setup, world)
+    setup = startup_checks.check_data(setup, world, config)
     folder = _claim_folder(context, setup)
     setup, resumption = _find_resumption(context, setup, folder)
     # A later start may have another number of ranks.
@@ -134,14 +134,16 @@ def _find_resumption(
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
     if found is None:
-        doubts = startup_checks.check_stream(setup, world, context.log, config)
+        setup, doubts = startup_checks.check_streams(setup, world, context.log, config)
         if config.eval.every_s:
             doubts = [*doubts, "--eval.every-s: when it validates depends on the time"]
-        report, more = _initialize(context, setup)
+        report, others = _initialize(context, setup)
+        setup, more = startup_checks.check_sample_reproducibility(setup, context.log, config)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
-            decision=compatibility.ResumeDecision(reasons=(*doubts, *more)),
+            decision=compatibility.ResumeDecision(reasons=(*doubts, *others, *more)),
             circumstances=circumstances.find(context, setup))
+    setup = startup_checks.recall(setup, found.state.circumstances)
     found = found.for_validation(setup.fingerprints)
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
@@ -191,8 +193,7 @@ def _initialize(context: Context, setup: Setup) -> tuple[list[str], list[str]]:
         report = world.fail_together(partial(
             pretrained.load_initial_weights, setup.model, context.init,
             strict=config.init_strict == "on"))
-    return report, [*startup_checks.check_weights(setup, world, context.log),
-                    *startup_checks.check_sample_reproducibility(setup, context.log, config.seed)]
+    return report, startup_checks.check_weights(setup, world, context.log)
 
 
 def _enter_folder(

@@ -51,6 +51,7 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
     return {
         "task": command_line.task_path(context.config.task),
         "data": setup.fingerprints["train"],
+        "stream_states": setup.card["stream_states"],
         "splits": {split: found for split, found in setup.fingerprints.items() if split != "train"},
         "world_size": world.size, "threads": world.threads,
         "device": device_name(world.device), "cpu": torch.backends.cpu.get_cpu_capability(),

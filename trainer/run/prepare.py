@@ -138,13 +138,11 @@ def prepare(config: Config[Any], world: World) -> Setup:
     if schedule.metric:
         _check_plateau(config, data)
     workers = loader_workers(config, data["train"], world)
-    fingerprints = {split: _fingerprint(task, split, data[split], config, world.rank)
-                    for split in data}
-    fingerprints["train"] = ", ".join(filter(None, (fingerprints["train"], order_facts(order))))
+    fingerprints = fingerprints_of(task, data, config, order, rank=world.rank)
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
-        "data": masked_repr(config, str(getattr(task, "source", config.task))),
+        "data": masked_repr(config, str(getattr(task, "source", _short_repr(config.task)))),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
@@ -152,16 +150,26 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "in_evaluation": evaluating,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
-        "order": order_name(order),
+        "order": "a stream" if plan.in_lanes else order_name(order),
         "workers": workers,
         "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
         "fingerprint": fingerprints["train"],
+        "stream_states": "",
     }
     return Setup(task=task, model=model, choice=choice, optimizer=optimizer, schedule=schedule,
                  frozen_at_first=at_first, lengths=lengths, data=data, plan=plan, order=order,
                  intervals=intervals, card=card, sinks=sinks, workers=workers,
                  fingerprints=fingerprints)
+
+
+def _short_repr(task: Any) -> str:
+    """The task's representation, without the fields that have their defaults."""
+    plain = {f.name: f.default_factory() if callable(f.default_factory) else f.default
+             for f in dataclasses.fields(task)}
+    given = [f"{name}={getattr(task, name)!r}" for name, default in plain.items()
+             if repr(getattr(task, name)) != repr(default)]
+    return f"{type(task).__qualname__}({', '.join(given)})"
 
 
 def _freeze(
@@ -307,6 +315,17 @@ def _is_small(model: nn.Module, samples: int) -> bool:
     parameters = [*model.parameters()]
     return (sum(p.numel() for p in parameters) * samples < SMALL_STEP
             and all(p.dim() <= 2 for p in parameters))
+
+
+def fingerprints_of(
+    task: Any, data: Mapping[str, Any], config: Config[Any], order: Order, *, rank: int = 0
+) -> dict[str, str | None]:
+    """What identifies the data of each split; None without data."""
+    found = {split: _fingerprint(task, split, dataset, config, rank)
+             for split, dataset in data.items()}
+    if "train" in found:
+        found["train"] = ", ".join(filter(None, (found["train"], order_facts(order))))
+    return found
 
 
 def _fingerprint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,26 +20,52 @@ from trainer.distributed.partition import block
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
-from trainer.run.prepare import Setup, content
-from trainer.run.stream_proof import StreamProof, prove_stream
+from trainer.run.prepare import Setup, content, fingerprints_of, make_data
+from trainer.run.stream_proof import DIFFERS, StreamProof, prove_stream, reach, remedies
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
 
 DRAW = ("a restart gives other bits. Draw from random, numpy.random, torch or a generator among "
         "the data set's attributes, in one thread")
+UNORDERED = "other samples in each reading"
+"""The fingerprint of data that are not reproducible."""
 
 
-def check_data(work: Setup, world: World) -> None:
-    """Collective. Check that all ranks have the same data sets: the trainer shards them itself."""
+def check_data(work: Setup, world: World, config: Config[Any]) -> Setup:
+    """Collective. Check that all ranks have the same data sets: the trainer shards them itself.
+    Lanes without a reproducible order are an exception, because one rank alone reads each of them.
+    """
     everywhere = world.gather_json(work.fingerprints)
-    for rank, found in enumerate(everywhere):
-        for split, what in found.items():
-            if what != everywhere[0][split]:
-                raise from_rank(0, ConfigError(
-                    f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
-                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: do not "
-                    "split them by RANK, take random choices from the seed, and sort the elements "
-                    "of a set or a folder listing."))
+    for split, what in everywhere[0].items():
+        rank, other = next(((rank, found[split]) for rank, found in enumerate(everywhere)
+                            if found[split] != what), (0, what))
+        if not rank:
+            continue
+        differs = world.fail_together(partial(_is_unordered, work, split, config))
+        if not any(world.gather_json(differs)):
+            raise from_rank(0, ConfigError(
+                f'--task: dataset("{split}") on rank {rank} ({other}) differs from that on rank 0 '
+                f"({what}); return the same data on each rank: do not split them by RANK, take "
+                "random choices from the seed, and sort the elements of a set or a folder "
+                "listing."))
+        if split != "train" or not hasattr(work.data[split], "lane"):
+            raise from_rank(0, ConfigError(
+                f'--task: dataset("{split}") gives other samples in each reading, so the ranks '
+                "cannot share it: make its order reproducible (a ParallelMapper of torchdata: "
+                "in_order=True) and draw from seeded generators, or use one rank."))
+        work = unordered(work, split)
+    return work
+
+
+def _is_unordered(work: Setup, split: str, config: Config[Any]) -> bool:
+    """Whether a split, made anew, gives other samples than those of its fingerprint."""
+    return any(fingerprints_of(work.task, {split: make_data(work.task, config, split)}, config,
+                               work.order)[split] != work.fingerprints[split] for _ in range(3))
+
+
+def unordered(work: Setup, split: str) -> Setup:
+    """The setup with a split whose samples are not the same in each reading."""
+    return dataclasses.replace(work, fingerprints=work.fingerprints | {split: UNORDERED})
 
 
 def check_weights(work: Setup, world: World, log: Log) -> list[str]:
@@ -60,19 +87,22 @@ def check_weights(work: Setup, world: World, log: Log) -> list[str]:
     return [why]
 
 
-def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> list[str]:
-    """Warn of samples that differ when they are read again under the same key. Returns why the run
-    is only equivalent, if it is."""
+def check_sample_reproducibility(work: Setup, log: Log, config: Config[Any]
+                                  ) -> tuple[Setup, list[str]]:  # fmt: skip
+    """Warn of samples that differ when they are read again under the same key. Returns the setup
+    with what was found, and why the run is only equivalent, if it is."""
     reasons = []
     for split, dataset in work.data.items():
-        if dataset is None:
+        if dataset is None or work.fingerprints[split] == UNORDERED:
             continue
         again = _stream_differs if isinstance(dataset, IterableDataset) else _samples_differ
-        why, remedy = again(work, split, seed)
+        why, remedy = again(work, split, config.seed)
         if why:
+            if _is_unordered(work, split, config):
+                work = unordered(work, split)
             reasons.append(why)
             log.warn_once(f"{why}: {remedy}")
-    return reasons
+    return work, reasons
 
 
 def _stream_differs(work: Setup, split: str, seed: int) -> tuple[str, str]:
@@ -113,31 +143,45 @@ def _adjective(split: str) -> str:
     return "training" if split == "train" else split
 
 
-def check_stream(work: Setup, world: World, log: Log, config: Config[Any]) -> list[str]:
-    """Collective. Refuse states of the training stream that bring back other samples, if its order
-    is reproducible; otherwise warn. Returns why the run is only equivalent, if it is."""
+def check_streams(
+    work: Setup, world: World, log: Log, config: Config[Any]
+) -> tuple[Setup, list[str]]:
+    """Collective. Refuse states of the training stream that bring back other samples, if it has a
+    better way to resume; otherwise warn. Returns the setup with what was found, and why the run is
+    only equivalent, if it is."""
     spec, choice = work.stream_spec(config), config.data.stream_resume
+    known = DIFFERS if work.fingerprints["train"] == UNORDERED else ""
     if spec is None:
-        return []
+        return work, []
     if config.start_checks == "off" or multiprocessing.current_process().daemon:
-        return ["the states of the training stream are not checked"]
+        return work, [*[known] * bool(known), "the states of the training stream are not checked"]
     prove = partial(prove_stream, spec, block(spec.lanes, world.rank, world.size),
                     daemon=work.workers > 0)
     with world.long_timeout():
         mine = world.fail_together(prove)
         proofs = [StreamProof(**proof) for proof in world.gather_json(dataclasses.asdict(mine))]
     problem = next((proof.problem for proof in proofs if proof.problem), "")
-    reproducible = all(proof.reproducible for proof in proofs)
-    if problem and reproducible and choice == "auto":
+    unlike = next((proof.unlike for proof in proofs if proof.unlike), known)
+    usable = all(proof.usable for proof in proofs)
+    if problem and (not usable or (choice == "auto" and not unlike)):
         raise from_rank(0, ConfigError(
-            f"--data.stream-resume auto: {problem}, so a restart would not be exact. Make "
-            "load_state_dict() restore the exact position, buffers included; or use "
-            "--data.stream-resume read-through (a restart reads the samples of its epoch up to its "
-            "position once more: exact), or state (equivalent), if it can be saved and loaded."))
-    why = [problem] if problem else []
-    if not reproducible:
-        why.append("another reading of the training stream from its start gives other samples")
-        log.warn_once(f"{'; '.join(why)}; {DRAW}")
+            f"--data.stream-resume {choice}: {problem}, so a restart would "
+            f"{'not be exact' if usable else 'fail'}. {remedies(usable=usable, unlike=unlike)}"))
+    if unlike:
+        log.warn_once(f"{'; '.join(filter(None, (problem, unlike)))}; {DRAW}, and keep the order "
+                      "of parallel mappers (in_order=True)")
     elif problem:
         log.warn_once(f"{problem}, so a restart is not exact (--data.stream-resume state)")
-    return why
+    if unlike == DIFFERS:
+        work = unordered(work, "train")
+    return dataclasses.replace(work, card=work.card | {"stream_states": reach(proofs)}), [
+        why for why in (problem, unlike) if why]
+
+
+def recall(work: Setup, then: Mapping[str, Any]) -> Setup:
+    """The setup with what the first start has found, from the circumstances of a checkpoint."""
+    for split, what in {"train": then.get("data"), **then.get("splits", {})}.items():
+        if what == UNORDERED and split in work.fingerprints:
+            work = unordered(work, split)
+    return dataclasses.replace(
+        work, card=work.card | {"stream_states": then.get("stream_states", "")})

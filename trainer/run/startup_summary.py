@@ -22,16 +22,17 @@ def summary_lines(
     trained = card["parameters"] - card["frozen_weights"]
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
-    samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
+    data = [f"{n:,} {split}" for split, n in card["samples"].items() if n is not None]
+    data += [card["order"]] * (card["order"] != "permutation")
+    data += [f"states {card['stream_states']}"] * bool(card["stream_states"])
     reason = f" ({world.threads_reason})" * bool(world.threads_reason)
     threads = f"{world.threads} thread{'s' * (world.threads > 1)} each{reason}"
     evaluating = card["in_evaluation"]
-    ordered = "" if card["order"] == "permutation" else f", {card['order']}"
     return [
         f"model   {card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
         *[f"modes   in evaluation mode, as model() left them: {listed(evaluating)}"] * bool(
             evaluating),
-        f"data    {card['data']}: {samples}{ordered}",
+        f"data    {card['data']}: {', '.join(data)}",
         f"batch   {batch_line(config, world.size, card)}",
         f"device  {world.size} × {device_name(world.device)}, {threads}",
         f"look    tensorboard --logdir {display_path(path)}"]

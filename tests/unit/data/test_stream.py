@@ -22,6 +22,7 @@ from torchdata.nodes import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer.data import stream_reader
 from trainer.data.sample_errors import SampleError
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec, first_samples
@@ -178,6 +179,26 @@ def test_the_state_is_that_of_the_last_step_and_not_of_prefetched_windows():
     assert state["feeds"] == [{"windows": 1, "state": {"next": 8}, "ended": False}]
     assert resumed.window() == {0: [8, 12], 1: [9, 13], 2: [10, 14], 3: [11, 15]}
     assert again.read == list(range(8, 16)), "it reads through nothing"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_large_state_is_taken_rarely_and_the_samples_since_then_are_read_again(
+    monkeypatch, workers
+):
+    monkeypatch.setattr(stream_reader, "CHEAP_S", -1.0)
+    monkeypatch.setattr(stream_reader, "STATE_SHARE", 1e-12)
+    run = Rank(Resumable(), workers=workers)
+    for _ in range(2):
+        run.window()
+    state = run.stream.state_dict()
+
+    again = Resumable()
+    resumed = Rank(again, step=2).resumed(state)
+
+    assert state["feeds"] == [{"windows": 1, "state": {"next": 8}, "ended": False}]
+    assert resumed.window() == run.window()
+    assert again.read == list(range(8, 24))
+    run.stream.close()
 
 
 def test_a_state_of_the_last_window_of_an_epoch_leads_to_the_next_epoch():

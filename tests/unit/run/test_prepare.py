@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.config.schema import Batch, Config, Parallel, WorldConfig
 from trainer.distributed.device import OMP
@@ -17,7 +18,7 @@ from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
 from trainer.run.prepare import prepare
-from trainer.run.startup_checks import check_data
+from trainer.run.startup_checks import UNORDERED, check_data, recall
 from trainer.task import ObjectTask, Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
@@ -54,8 +55,11 @@ class Made:
 
 def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
     world = World(LaunchInfo(), torch.device(device), threads=torch.get_num_threads())
-    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2), **sections)
-    return prepare(config, world)
+    return prepare(config_of(task, **sections), world)
+
+
+def config_of(task: Made, **sections: Any) -> Any:
+    return Config(task=task, batch=Batch(global_size=4, micro_size=2), **sections)
 
 
 def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
@@ -101,14 +105,47 @@ def test_a_validation_set_that_differs_between_ranks_is_refused():
         def dataset(self, split: str) -> Dataset | None:
             return Items(lambda i: i + self.rank * (split == "validation"))
 
-    works = [prepared(Drawn(rank=rank)) for rank in (0, 1)]
+    with pytest.raises(ConfigError, match=r'dataset\("validation"\) on rank 1 .20 samples'):
+        check_two([Drawn(rank=rank) for rank in (0, 1)])
+
+
+def check_two(tasks: list[Any]) -> Any:
+    """Check the data of two ranks."""
+    works = [prepared(task, steps=1) for task in tasks]
 
     class Two:
-        def gather_json(self, value: Any) -> list[Any]:
-            return [work.fingerprints for work in works]
+        fail_together = staticmethod(lambda function: function())
 
-    with pytest.raises(ConfigError, match=r'dataset\("validation"\) on rank 1 .20 samples'):
-        check_data(works[0], Two())  # type: ignore[arg-type]
+        def gather_json(self, value: Any) -> list[Any]:
+            return [work.fingerprints for work in works] if isinstance(value, dict) else [value] * 2
+
+    return check_data(works[0], Two(), config_of(tasks[0]))  # type: ignore[arg-type]
+
+
+class Unordered(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(1000, generator=torch.Generator().manual_seed(
+            int.from_bytes(os.urandom(4)))))
+
+
+class UnorderedLanes(Unordered):
+    def lane(self, number: int, lanes: int) -> Any:
+        return iter(self)
+
+
+def test_a_stream_without_a_reproducible_order_needs_lanes_on_two_ranks():
+    @dataclasses.dataclass(frozen=True)
+    class Streaming(Made):
+        def dataset(self, split: str) -> Any:
+            return self.make() if split == "train" else None
+
+    with pytest.raises(ConfigError, match=r"other samples in each reading.*in_order=True"):
+        check_two([Streaming(Unordered)] * 2)
+    checked = check_two([Streaming(UnorderedLanes)] * 2)
+
+    assert checked.fingerprints["train"] == UNORDERED
+    again = recall(prepared(Streaming(UnorderedLanes), steps=1), {"data": UNORDERED})
+    assert again.fingerprints == checked.fingerprints
 
 
 class Graph:

@@ -18,14 +18,19 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.stream_reader import StreamSpec
 from trainer.errors import ConfigError
-from trainer.run.stream_proof import StreamProof, prove_stream
+from trainer.run import stream_proof
+from trainer.run.stream_proof import DIFFERS, StreamProof, prove_stream, reach, remedies
 
+EPOCHS = [0]
 PLACES: collections.Counter[int] = collections.Counter()
 
 
 class Lanes(IterableDataset):
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
+
+    def set_epoch(self, epoch: int) -> None:
+        EPOCHS.append(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.make(0))
@@ -62,6 +67,10 @@ class Drawing(Source):
 
 class Short(Source):
     size = 12
+
+
+class Long(Source):
+    size = 10**9
 
 
 class Uneven(Source):
@@ -106,6 +115,52 @@ class Buffered(Source):
         self.place, self.buffer = state["place"], state["buffer"]
 
 
+class Shuffled(Source):
+    """Its order is that of the epoch, and so is a state of its epoch."""
+
+    size = 40
+
+    def __init__(self, lane: int) -> None:
+        super().__init__(lane)
+        self.epoch = EPOCHS[-1]
+
+    def __next__(self) -> Any:
+        lane, place, *rest = super().__next__()
+        return lane, (7 * place + 13 * self.epoch) % self.size, *rest
+
+
+class FirstEpoch(Shuffled):
+    """A loaded state is one of epoch 0."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place, self.epoch = state["place"], 0
+
+
+class OwnEpochs(Shuffled):
+    """Counts the epochs itself."""
+
+    def __init__(self, lane: int) -> None:
+        super().__init__(lane)
+        self.epoch = PLACES[lane]
+        PLACES[lane] += 1
+
+
+class Spoils(Shuffled):
+    """The next epoch begins where a state was loaded."""
+
+    def __init__(self, lane: int) -> None:
+        super().__init__(lane)
+        self.place = PLACES[lane]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place = PLACES[self.lane] = state["place"]
+
+
+class EndIsStart(Shuffled):
+    def state_dict(self) -> Any:
+        return {"place": self.place % self.size}
+
+
 class Bufferless(Buffered):
     def state_dict(self) -> Any:
         return {"place": self.place, "buffer": []}
@@ -128,7 +183,11 @@ class StillAfterALoad(Source):
 
 class Behind(Source):
     def state_dict(self) -> Any:
-        return {"place": self.place - 1}
+        return {"place": max(0, self.place - 1)}
+
+
+class LongBehind(Behind, Long):
+    pass
 
 
 class Byte(Source):
@@ -183,6 +242,15 @@ class Shared(IterableDataset):
         return Lane(number)
 
 
+class Unable(Unseeded, Unstorable):
+    pass
+
+
+def nodes(source: type[Source]) -> Callable[[int], Any]:
+    return lambda lane: Loader(ParallelMapper(
+        IterableWrapper(source(lane)), str, num_workers=2, snapshot_frequency=500))
+
+
 def unordered(lane: int) -> Any:
     def work(place: int) -> int:
         time.sleep(0.004 * (os.urandom(1)[0] % 2))
@@ -191,19 +259,33 @@ def unordered(lane: int) -> Any:
     return Loader(ParallelMapper(IterableWrapper(range(200)), work, num_workers=4, in_order=False))
 
 
+@pytest.fixture(autouse=True)
+def no_limits(monkeypatch):
+    monkeypatch.setattr(stream_proof, "READ_S", 60.0)
+    monkeypatch.setattr(stream_proof, "ALL_S", 60.0)
+
+
 def prove(dataset: Any, *, lanes: int = 2, daemon: bool = False) -> StreamProof:
     spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=4, seed=1)
     return prove_stream(spec, [0], daemon=daemon)
 
 
 @pytest.mark.parametrize("make", [
-    Source, Drawing, Short, Uneven, Live, Buffered, iter,
+    Source, Drawing, Short, Uneven, Live, Buffered, Shuffled, iter,
     lambda lane: (torch.rand(2) for _ in range(100)),
     lambda lane: Loader(IterableWrapper(range(12)))])
 def test_a_source_that_brings_back_its_samples_is_exact(make):
     proof = prove(Lanes(make if make is not iter else lambda lane: iter(range(lane, 10**12))))
 
-    assert (proof.problem, proof.reproducible) == ("", True)
+    assert (proof.problem, proof.unlike, proof.usable) == ("", "", True)
+
+
+@pytest.mark.parametrize(("make", "reached"), [
+    (Long, "tried up to sample 2,000 of epoch 0 (not its end) and 8 of epoch 1"),
+    (Short, "tried up to sample 12 of epoch 0 (its end) and 8 of epoch 1"),
+    (lambda lane: iter(range(lane, 40)), "")])
+def test_how_far_the_states_were_tried_is_told(make, reached):
+    assert reach([prove(Lanes(make)), prove(Lanes(make))]) == reached
 
 
 @pytest.mark.parametrize(("dataset", "problem"), [
@@ -214,23 +296,37 @@ def test_a_source_that_brings_back_its_samples_is_exact(make):
     (Lanes(Bufferless), "after 4 samples .* brings back another sample 4"),
     (Lanes(Elsewhere), "after 4 samples .* continues at sample 0"),
     (Shared(), "after 4 samples .* continues at sample 0"),
+    (Lanes(nodes(LongBehind)), "after 2000 samples .* continues at sample 1999"),
+    (Lanes(FirstEpoch), "after 4 samples of lane 0 of epoch 1 .* continues at sample 4 of epoch 0"),
+    (Lanes(Spoils), "after 40 samples .* next epoch: epoch 1 brings back only 0 of the samples"),
+    (Lanes(EndIsStart), "after 40 samples .* continues at sample 0"),
     (Lanes(Unstorable), r"\['generator'\] is a torch._C.Generator, which can't be saved"),
     (Lanes(Unloadable), "after 4 samples .* can't be continued: .* KeyError: 'epoch'"),
 ])
 def test_a_wrong_state_is_named_and_reading_through_is_exact(dataset, problem):
     proof = prove(dataset)
 
-    assert proof.reproducible
+    assert not proof.unlike
+    assert proof.usable == ("can't" not in problem)
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(proof.problem)
 
 
-@pytest.mark.parametrize("make", [Unseeded, lambda lane: iter([os.urandom(4)] * 20), unordered])
+@pytest.mark.parametrize("make", [
+    Unseeded, Unable, lambda lane: iter([os.urandom(4)] * 20), unordered])
 def test_an_order_that_is_not_reproducible_is_found(make):
-    assert not prove(Lanes(make)).reproducible
+    assert prove(Lanes(make)).unlike == DIFFERS
+    assert "use --data.stream-resume read-through" in remedies(usable=False, unlike=DIFFERS)
 
 
-def test_a_slow_or_broken_source_takes_no_longer_than_its_first_windows():
+def test_epochs_that_a_source_counts_itself_are_found():
+    assert "epoch 1 of the training stream has other samples" in prove(Lanes(OwnEpochs)).unlike
+
+
+def test_a_slow_or_broken_source_takes_no_longer_than_its_first_windows(monkeypatch):
+    monkeypatch.setattr(stream_proof, "READ_S", 0.5)
+    monkeypatch.setattr(stream_proof, "ALL_S", 0.0)
+
     class Slow(Still):
         def __next__(self) -> Any:
             time.sleep(0.07)
