@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config.schema import Precision
+from trainer.config.schema import Numerics, Precision
 from trainer.distributed import torch_private
 from trainer.errors import ConfigError
 
@@ -72,6 +72,16 @@ def resolve(config: Precision, model: nn.Module, device: torch.device, *, eager:
         dtype=dtype, compile=compiled and not eager, mode=mode,
         channels_last=(convolutional if config.channels_last == "auto"
                        else config.channels_last == "on"))
+
+
+def compile_model(model: nn.Module, choice: PrecisionPolicy, numerics: Numerics) -> None:
+    """Let a model compile itself in its first call, if it is to be compiled. Its names stay plain.
+
+    A deterministic run compiles for each size separately: after a second size, torch would generate
+    code for any size, which rounds differently, and a restart has seen only one.
+    """
+    if choice.compile:
+        model.compile(dynamic=False if numerics.deterministic == "on" else None, mode=choice.mode)
 
 
 def autocast(choice: PrecisionPolicy, device: torch.device
