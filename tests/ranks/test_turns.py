@@ -63,7 +63,7 @@ def test_a_gan_in_turns_has_the_bits_of_a_loop_written_by_hand(ranks, tmp_path):
     assert "val_modes" in validations(folder)[-1]
 
 
-@pytest.mark.parametrize(("muon", "frozen"), [(False, 0)])
+@pytest.mark.parametrize(("muon", "frozen"), [(False, 0), (True, 0), (False, 11)])
 def test_two_optimizers_have_the_bits_of_a_plain_loop(ranks, tmp_path, muon, frozen):
     """SGD and Adam, or Muon and AdamW: a schedule for the first, limits for each, the task's
     `after_step` and `epoch`, and a layer that is `frozen` at first."""
