@@ -133,8 +133,8 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
         raise ConfigError(f"{WHAT} has {listed(left)} in no optimizer; give each parameter to one, "
                           "or freeze it (--freeze, or requires_grad_(False) in model()).")
     if held := [names[p] for p in owner if not p.requires_grad]:
-        raise ConfigError(f"{WHAT} has the frozen {listed(held)}; leave out parameters whose "
-                          "requires_grad is False.")
+        raise ConfigError(f"{WHAT} has {listed(held)}, frozen by --freeze or in model(); leave out "
+                          "parameters whose requires_grad is False.")
     return members
 
 
