@@ -92,12 +92,6 @@ def autocast(choice: PrecisionPolicy, device: torch.device
     return partial(torch.autocast, device.type, dtype=choice.dtype)
 
 
-def scaler(choice: PrecisionPolicy, device: torch.device, initial: float) -> torch.amp.GradScaler:
-    """Gradient scaler: enabled for fp16 only."""
-    return torch.amp.GradScaler(device.type, init_scale=initial,
-                                enabled=choice.dtype is torch.float16)
-
-
 def set_determinism(deterministic: bool) -> None:
     """Select deterministic kernels or the fastest ones. Call it before the first kernel runs, and
     before the process groups are made: torch then excludes NCCL's algorithm NVLS, whose sums differ

@@ -220,7 +220,10 @@ def _enter_folder(
     world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
                                 path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
-    mirroring.start_uploads(folder.mirror, resumption.found)
+    if folder.mirror is not None:
+        folder.mirror.start()
+        if resumption.found is not None and resumption.found.path is None:  # no disk has it
+            folder.mirror.offer(resumption.found.step, always=True)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
@@ -251,7 +254,8 @@ def _make_trainable(
         parts["cycles"] = RateCycles()
     state = TrainState(
         model=setup.model, optimizer=setup.optimizer, schedule=setup.schedule,
-        scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
+        scaler=torch.amp.GradScaler(world.device.type, init_scale=config.precision.loss_scale,
+                                    enabled=setup.choice.dtype is torch.float16),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts=parts,
         ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
