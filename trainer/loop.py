@@ -26,7 +26,7 @@ def train(run: Run) -> dict[str, object]:
         step = progress.step
         validation_due = progress.validated < step and (
             "validate" in requests or is_due(step, intervals.evaluate, last))
-        save = "save" in requests or is_due(step, intervals.checkpoint, last)
+        save = "save" in requests or state.ends_cycle or is_due(step, intervals.checkpoint, last)
         check_due = validation_due or save or is_due(step, intervals.verify, last)
         if check_due and not replicas_match(run):
             continue  # rolled back to an older step

@@ -106,12 +106,11 @@ class TurnParameters:
 
     def __init__(self, optimizer: torch.optim.Optimizer, turn: str = "",
                  frozen: FrozenAtFirst | None = None) -> None:
-        members, self.turn = members_of(optimizer), turn
-        still = set(frozen.parameters if frozen is not None else ())
-        self._norms = frozen.norms if frozen is not None else ()
+        frozen = frozen or FrozenAtFirst()
+        self.turn, self._norms, still = turn, frozen.norms, set(frozen.parameters)
         self.trained, self.others = list[Tensor](), list[Tensor]()
         self._shared, self._own = list[Tensor](), list[tuple[list[Tensor], Clip]]()
-        for name, member in members.items():
+        for name, member in members_of(optimizer).items():
             mine = [p for p in member.parameters if turn in ("", name) and p not in still]
             self.trained += mine
             self.others += [p for p in member.parameters if turn not in ("", name) or p in still]
@@ -363,7 +362,10 @@ class Step:
         if 0 < self.computes.frozen_until < step:  # the first of these steps may be skipped
             fill_momentum(self.optimizer)
         self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
+        rate = self._lrs()[0]
         self.schedule.step()
+        if "cycles" in self.state.parts:
+            self.state.parts["cycles"].note(step, rate, self._lrs()[0])
         if self.after_step is not None:
             rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
             rng.key(self._own_generators, self.state.seed, rng.MICRO, step,

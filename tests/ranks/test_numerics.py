@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TAPE, run, state, steps, until_done, weights
+from runs import TAPE, events, run, state, steps, until_done, weights
 from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
@@ -60,6 +60,24 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
     assert norms[1] > 0.1
     half, plain = (weights(tmp_path / name, 1) for name in ("half", "plain"))
     assert all(torch.allclose(half[name], plain[name], atol=1e-3) for name in plain)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("mode", "label"), [
+    (["reduce-overhead"], "exact"),
+    (["max-autotune", "--numerics.deterministic=off"], "equivalent")])
+def test_a_killed_run_in_a_mode_of_torch_compile_ends_with_the_same_bits(
+    ranks, undisturbed, tmp_path, mode, label
+):
+    """On a CPU; where kernels may be chosen by their speed, the run does not promise it."""
+    arguments = [*TASK, "--steps=6", f"--precision.compile={mode[0]}", *mode[1:]]
+
+    until_done(ranks, 2, tmp_path / "run", *arguments, "--inject=kill:rank=1:step=4")
+
+    assert not list(differences(undisturbed(2, *arguments), tmp_path / "run"))
+    [restored] = events(tmp_path / "run", "restore", rank=0)
+    assert restored["label"] == label
 
 
 @pytest.mark.long

@@ -282,6 +282,18 @@ def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ra
     assert summary(folder)["best"]["step"] == best
 
 
+def test_the_end_of_each_cycle_of_the_rate_is_kept(ranks, tmp_path):
+    """Also where a survivor has saved it, and after skipped updates."""
+    cycles = [f"--schedule.options={text}" for text in ("T_0=3", "T_mult=2")]
+
+    until_done(ranks, 2, tmp_path / "run", *NET, "--steps=25", "--schedule.name=warm-restarts",
+               *cycles, "--schedule.warmup=off", "--checkpoint.every=8", "--checkpoint.keep=1",
+               "--checkpoint.keep-every=cycle", "--inject=nan:step=5:always",
+               "--inject=kill:rank=1:step=10:phase=step-end")
+
+    assert [info["step"] for info in inspect(tmp_path / "run")["checkpoints"]] == [3, 10, 22, 25]
+
+
 def test_a_folder_that_was_moved_and_has_lost_its_identity_is_continued(
     ranks, undisturbed, tmp_path
 ):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from runs import run, steps, until_done, validations, weights
+from turns_task import Turns
 
 from trainer import rng
 from trainer.commands.compare import differences
@@ -61,39 +64,45 @@ def test_a_gan_in_turns_has_the_bits_of_a_loop_written_by_hand(ranks, tmp_path):
     assert not list(differences(folder, folder)), "what it has written can be read"
 
 
-def test_two_optimizers_have_the_bits_of_a_plain_loop(ranks, tmp_path):
-    from turns_task import Turns
-
+@pytest.mark.parametrize(("muon", "frozen"), [(False, 0), (True, 0), (False, 11)])
+def test_two_optimizers_have_the_bits_of_a_plain_loop(ranks, tmp_path, muon, frozen):
+    """SGD and Adam, or Muon and AdamW: a schedule for the first, limits for each, the task's
+    `after_step` and `epoch`, and a layer that is `frozen` at first."""
     folder = run(ranks, 1, tmp_path / "run", *TASK, "--task.together", "--task.plain",
-                 "--batch.micro-size=12", "--schedule.warmup=off", "--schedule.min-ratio=0")
+                 "--batch.micro-size=12", "--schedule.warmup=off", "--schedule.min-ratio=0",
+                 "--clip.norm=0.7", *["--task.muon"] * muon,
+                 *["--freeze=0.*", f"--freeze-until={frozen}"] * bool(frozen))
 
-    task = Turns(together=True, plain=True)
+    task = Turns(together=True, plain=True, muon=muon)
     rng.seed_all(0, rng.MODEL)
     model, (x, y) = task.model(), task.dataset("train").tensors
-    body, (head, *_) = task.optimizers(model).values()
-    batches = [rows for epoch in range(3) for rows in order_of(96, epoch).split(12)]
+    first, (second, *_) = task.optimizers(model).values()
+    limits = [(first, 0.7), (second, 0.1)]
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        body, lambda n: (1 + torch.cos(torch.tensor((n + 1) / 20 * torch.pi, dtype=torch.float64))
-                         .item()) / 2)
-    for rows in batches[:20]:
-        for optimizer in (body, head):
-            optimizer.zero_grad()
-        ((model(x[rows]) - y[rows]).square().sum() / 12).backward()
-        torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)
-        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 1.0)
-        body.step()
-        head.step()
+        first, lambda n: (1 + math.cos(math.pi * (n + 1) / 20)) / 2)
+    batches = [(epoch, rows) for epoch in range(3) for rows in order_of(96, epoch).split(12)]
+    for step, (epoch, rows) in enumerate(batches[:20], 1):
+        task.epoch(epoch)
+        model[0].requires_grad_(step > frozen)
+        model.zero_grad()
+        (task.scale * (model(x[rows]) - y[rows]).square().sum() / 12).backward()
+        for optimizer, limit in limits:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+            optimizer.step()
         schedule.step()
+        with torch.no_grad():
+            task.after_step(model, step)
     found = weights(folder, 20)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("more", [
     ["--optim.ema=0.9", "--nonfinite.spike-z=50", "--inject=nan:step=5:always"],
     ["--task.together", "--schedule.name=one-cycle"],
+    ["--precision.dtype=fp16", "--precision.loss-scale=1e9"],
     pytest.param(["--parallel.find-unused=on"], marks=pytest.mark.long),
-], ids=["turns", "together", "find-unused"])
+], ids=["turns", "together", "fp16", "find-unused"])
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(ranks, undisturbed, tmp_path, more):
     kills = ("--inject=kill:rank=1:step=9:phase=backward",
              "--inject=kill:rank=0:step=12:phase=step-end")
@@ -104,11 +113,17 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(ranks, undisturbe
     whole = [flag for flag in more if "inject" not in flag]
     expected = undisturbed(2, *TASK, *more)
     assert not list(differences(expected, tmp_path / "run"))
-    assert any(line.get("skipped") for line in steps(expected)) == (whole != more)
+    assert any(line.get("skipped") for line in steps(expected)) == (
+        whole != more or "--precision.dtype=fp16" in more)
 
 
-def test_in_canonical_the_number_of_ranks_may_change(ranks, undisturbed, tmp_path):
-    arguments = [*TASK, "--parallel.reduction=canonical"]
+@pytest.mark.parametrize("more", [
+    [], ["--task.together", "--task.muon", "--optim.ema=0.9"],
+    ["--freeze=body.0.*", "--freeze-until=11", "--precision.dtype=fp16",
+     "--precision.loss-scale=1e9"],
+], ids=["turns", "muon", "frozen"])
+def test_in_canonical_the_number_of_ranks_may_change(ranks, undisturbed, tmp_path, more):
+    arguments = [*TASK, "--parallel.reduction=canonical", *more]
 
     until_done(ranks, [3, 2], tmp_path / "run", *arguments,
                "--inject=kill:rank=1:step=9:phase=forward")

@@ -40,7 +40,9 @@ class Turns:
     samples: int = 96
     together: bool = False
     plain: bool = False
-    """Without the moments, dropout and the slow copy's part."""
+    """Without dropout and the slow copy, and with moments that draw no random numbers."""
+    muon: bool = False
+    """Muon for the matrices and AdamW for the rest; else SGD for the body and Adam for the head."""
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -62,6 +64,11 @@ class Turns:
         else:
             body, head = model.body.parameters(), model.head.parameters()
         constant = Schedule(name="constant", warmup=Duration(0))
+        if self.muon:
+            matrices, rest = ([p for p in model.parameters() if p.requires_grad
+                               and (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+            return {"muon": torch.optim.Muon(matrices, lr=0.02),
+                    "adamw": (torch.optim.AdamW(rest, lr=0.01), constant, Clip(norm=0.1))}
         return {"body": torch.optim.SGD(body, lr=0.05, momentum=0.9),
                 "head": (torch.optim.Adam(head, lr=0.01), constant, Clip(norm=0.1))}
 
@@ -72,15 +79,18 @@ class Turns:
         error = (model(x) - y).square().sum()
         if turn == "body":
             return Outcome({"error": error, "size": 1e-3 * model(x).square().sum()}, len(x))
-        scale = 1.0 if self.plain else getattr(self, "scale", 1.0)
-        return Outcome(scale * error, len(x), {} if turn else {"error": (error.detach(), len(x))})
+        return Outcome(getattr(self, "scale", 1.0) * error, len(x),
+                       {} if turn else {"error": (error.detach(), len(x))})
 
     def after_step(self, model: Any, step: int) -> None:
-        if not self.plain:
+        if self.plain:
+            model[0].weight.div_(model[0].weight.norm().clamp(min=1.5) / 1.5)
+        else:
             model.slow.weight.lerp_(model.head.weight, 0.1)
             model.slow.bias.add_(0.01 * torch.randn(1) * random.random())
             model.temperature = model.temperature * 1.01
             model.body[0].weight.div_(model.body[0].weight.norm().clamp(min=1.5) / 1.5)
 
     def epoch(self, number: int) -> None:
-        object.__setattr__(self, "scale", 1.0 + 0.5 * number + random.random())
+        drawn = 0.0 if self.plain else random.random()
+        object.__setattr__(self, "scale", 1.0 + 0.5 * number + drawn)

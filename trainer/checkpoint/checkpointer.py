@@ -312,7 +312,8 @@ class Checkpointer:
                  **self._record.metrics.state_dict(), "step": step, "generation": self.generation}
         if not self._state.progress.consecutive_bad_steps:
             self._last_good_step = step
-        return SaveJob(step, kind, tensors, facts, {self._state.best.step, self._last_good_step})
+        kept = {self._state.best.step, self._last_good_step, *self._state.cycle_ends}
+        return SaveJob(step, kind, tensors, facts, kept)
 
     def _submit(self, job: SaveJob) -> None:
         job.error, self._job = None, job
@@ -346,7 +347,8 @@ class Checkpointer:
     def _offer(self, job: SaveJob) -> None:
         """Offer a save that is on disk to the mirror."""
         if self._mirror is not None:
-            self._mirror.offer(job.step, always=job.kind != "periodic")
+            self._mirror.offer(job.step, always=job.kind != "periodic"
+                               or job.step in self._state.cycle_ends)
 
     def _verify_restored_best(self, job: SaveJob) -> None:
         """Verify the best weights of an earlier attempt before older checkpoints are pruned; at the

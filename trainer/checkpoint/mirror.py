@@ -54,7 +54,7 @@ _MANIFEST = Kind({
     "data": is_text, "files": Kind(others=LISTED_FILE),
     "records": table_of(list_of(lambda part: type(part) is list and len(part) == 2
                                 and is_text(part[0]) and is_count(part[1])))},
-    known={"best": is_count, "good": is_count})
+    known={"best": is_count, "good": is_count, "kept": list_of(is_count)})
 _KEY = re.compile(r"(?:checkpoints|finished)/g(\d{6,})-" + layout.STEP_NAME + r"\.json")
 
 

@@ -112,6 +112,7 @@ class MirrorWriter:
         manifest = {name: value for name, value in info.manifest.items() if name != "checksum"}
         self._commit(entry, manifest | {
             "best": state.best.step, "good": bad[0] - 1 if bad else step,
+            "kept": state.parts.get("cycles", {}).get("ends", []),
             "records": self._put_records(state.record.offset if state.record else None)},
             info.path)
         return entry
@@ -139,7 +140,8 @@ class MirrorWriter:
         saved, products = ([e for e in sorted(self.manifests) if e.kind == kind]
                            for kind in (CHECKPOINTS, FINISHED))
         every, kept = self._policy.keep_every, saved[-self._policy.keep :]
-        protect = {self.manifests[entry]["best"] for entry in kept}
+        protect = {step for entry in kept for step in (
+            self.manifests[entry]["best"], *self.manifests[entry].get("kept", ()))}
         protect |= {max((e.step for e in saved if e.step <= self.manifests[entry]["good"]),
                         default=0) for entry in kept}  # to which a rollback would go
         for entry in saved[: -self._policy.keep]:

@@ -155,6 +155,28 @@ class LossMeter:
         self.count = float.fromhex(state["count"])
 
 
+@dataclass
+class RateCycles:
+    """The last steps of the learning rate's cycles: it has fallen, and rises with the next update.
+    """
+
+    ends: list[int] = field(default_factory=list)
+    falls: bool = False
+    """Whether the rate has fallen since it last rose."""
+
+    def note(self, step: int, rate: float, following: float) -> None:
+        """Note the rates of the update of a step and of the next update."""
+        if self.falls and following > rate:
+            self.ends.append(step)
+        self.falls = following < rate or (self.falls and following == rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ends": list(self.ends), "falls": self.falls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ends, self.falls = list(state["ends"]), state["falls"]
+
+
 class EpochCalls:
     """Calls `Task.epoch(number)` at the beginning of each epoch, and again where a checkpoint in it
     is restored; its random numbers are keyed by (seed, epoch)."""

@@ -15,6 +15,7 @@ from trainer.storage.layout import STATE
 from trainer.storage.records import (
     Kind,
     is_count,
+    is_flag,
     is_positive,
     is_text,
     list_of,
@@ -41,7 +42,8 @@ KIND = Kind(
         "meter": table_of(), "optimizer": table_of(), "scaler": table_of(),
         "schedule": Kind(known={"counters": table_of(),
                                 "named": table_of(Kind({"counters": table_of()}))}),
-        "parts": Kind(known={"horizon": Kind({"epoch": is_count, "total": is_count})},
+        "parts": Kind(known={"horizon": Kind({"epoch": is_count, "total": is_count}),
+                             "cycles": Kind({"ends": list_of(is_count), "falls": is_flag})},
                       others=table_of())},
     known={
         "ema": table_of(), "rng": list_of(is_text), "lines": list_of(METRIC_LINE),

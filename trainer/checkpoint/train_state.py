@@ -71,6 +71,16 @@ class TrainState:
         """Add a part, or replace it after a roll-back."""
         self.parts[name] = part
 
+    @property
+    def cycle_ends(self) -> list[int]:
+        """Steps whose checkpoints are kept for good, with --checkpoint.keep-every cycle."""
+        return self.parts["cycles"].ends if "cycles" in self.parts else []
+
+    @property
+    def ends_cycle(self) -> bool:
+        """Whether the last step is one of them."""
+        return self.progress.step in self.cycle_ends[-1:]
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
         by file and name. Raises ConfigError as `check_structure`."""
@@ -176,8 +186,8 @@ class TrainState:
         if self.scaler.is_enabled() and saved.scaler:
             self.scaler.load_state_dict(saved.scaler)
         for name, part in self.parts.items():
-            if name == "epoch":
-                continue  # see `load`
+            if name == "epoch" or (name == "cycles" and name not in saved.parts):
+                continue  # see `load`; --checkpoint.keep-every may have changed
             if name not in saved.parts:
                 raise CheckpointDamaged(f"{STATE} has no entry {name!r} in 'parts'")
             part.load_state_dict(saved.parts[name])
@@ -193,9 +203,9 @@ class TrainState:
                           extended=self._differs(saved.settings, "freeze"))
 
     def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
-        trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
-        return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
+        """Names of the trained parameters with NaN or infinite values in a copy of the model: those
+        that were trainable at the start, since a step freezes some for a time (turns)."""
+        return [n for n, t in tensors.items() if self._structure.get(n) and not _is_finite(t)]
 
     def names(self) -> dict[Tensor, str]:
         return {p: n for n, p in self.model.named_parameters()}

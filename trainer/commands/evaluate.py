@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.config import command_line
 from trainer.errors import ConfigError
+from trainer.optim import precision
 from trainer.run.saved_run import open_saved_run
 from trainer.task import splits_of
 
@@ -20,8 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, overrides = command_line.split(parser, argv)
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
-    if reader.choice.compile:
-        reader.model.compile(mode=reader.choice.mode)
+    precision.compile_model(reader.model, reader.choice, reader.config.numerics)
     step, averaged, found = reader.weights.step, bool(reader.weights.average), {}
     _, validation, test, *named = splits_of(reader.task)
     for split in (validation, *named, test):

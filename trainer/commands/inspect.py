@@ -207,7 +207,7 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
     then = saved.circumstances
     try:
         config = command_line.load_without_task(run / layout.CONFIG)
-        versions = {n: circumstances.package_version(n) for n in then.get("packages", {})}
+        versions = {n: run_dir.package_version(n) for n in then.get("packages", {})}
         now = {**then, **circumstances.library_versions(), "packages": versions,
                "code": circumstances.code_on_disk(then.get("code", {}))}
         settings = {n: v for n, v in saved.settings.items() if not n.startswith("task.")}

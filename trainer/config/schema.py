@@ -305,8 +305,9 @@ class Checkpoint(Section, prefix="checkpoint."):
     """Also save when this many seconds have passed since the last save; 0 is off."""
     keep: int = setting(3, "ignored", ">= 1")
     """Number of newest checkpoints to keep, besides the best one; a restart continues from them."""
-    keep_every: Duration = setting(Duration(0), "ignored")
-    """Also keep one checkpoint per such interval for good; off: none."""
+    keep_every: Duration | Literal["cycle"] = setting(Duration(0), "ignored")
+    """Also keep one checkpoint per such interval for good; cycle: save and keep each step after
+    which the learning rate rises again (the end of a cycle of warm-restarts); off: none."""
     on_error: Literal["continue", "stop"] = setting("continue", "ignored")
     """If a save or its upload fails: continue with the older checkpoint, or stop the run."""
     mirror: str | None = setting(None, "ignored")
@@ -492,6 +493,12 @@ class Config(Section, Generic[TaskT]):
             self.numerics.deterministic == "off" or self.precision.compile != "max-autotune",
             "compile", "it chooses kernels by their speed, so a restart could have other bits; add "
             "--numerics.deterministic off, or use on.")
+        name = self.schedule.name
+        self.checkpoint.check(
+            self.checkpoint.keep_every != "cycle" or ":" in name or name in (
+                "warm-restarts", "cosine-annealing"), "keep_every",
+            f"the rate of --schedule.name {name} does not rise after it has fallen, so it has no "
+            "cycles; use warm-restarts or a function of your own, or a length such as 10ep.")
         self.check(not self.freeze_until.value or bool(self.freeze), "freeze_until",
                    "nothing is frozen; add --freeze PATTERN.")
         for text in self.inject:

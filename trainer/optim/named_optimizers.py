@@ -14,6 +14,7 @@ from trainer.errors import ConfigError, listed
 from trainer.optim.optimizers import has_modes, make_optimizer, refuse_closure
 
 WHAT = "--task: optimizers(model)"
+KINDS = (torch.optim.Optimizer, Schedule, Clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +107,19 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     for name, value in made.items():
         parts = value if isinstance(value, tuple | list) else (value,)
-        kinds = {kind: [p for p in parts if isinstance(p, kind)]
-                 for kind in (torch.optim.Optimizer, Schedule, Clip)}
-        if not isinstance(name, str) or not name.isidentifier() or len(
-                kinds[torch.optim.Optimizer]) != 1 or sum(map(len, kinds.values())) != len(parts):
+        found: dict[type, Any] = {kind: part for part in parts for kind in KINDS
+                                  if isinstance(part, kind)}
+        optimizer = found.get(torch.optim.Optimizer)
+        if not isinstance(name, str) or not name.isidentifier() or optimizer is None or (
+                len(found) < len(parts)):
             raise ConfigError(f"{WHAT} has {name!r}: {type(value).__name__}; it {form}, with names "
                               "such as generator.")
-        optimizer: Any
-        schedule: Any
-        clip: Any
-        optimizer, schedule, clip = (next(iter(found), None) for found in kinds.values())
         refuse_closure(type(optimizer), f"{WHAT}, {name!r}")
         if has_modes(optimizer):
             raise ConfigError(f"{WHAT} has {name!r}, a {type(optimizer).__name__} with train() and "
                               "eval(), which is supported only alone, as --optim.name.")
-        members[name] = Member(optimizer=optimizer, schedule=schedule, clip=clip)
+        members[name] = Member(optimizer=optimizer, schedule=found.get(Schedule),
+                               clip=found.get(Clip))
         for parameter in members[name].parameters:
             if parameter not in names:
                 raise ConfigError(f"{WHAT} has a tensor of shape {tuple(parameter.shape)} in "
@@ -134,8 +133,8 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
         raise ConfigError(f"{WHAT} has {listed(left)} in no optimizer; give each parameter to one, "
                           "or freeze it (--freeze, or requires_grad_(False) in model()).")
     if held := [names[p] for p in owner if not p.requires_grad]:
-        raise ConfigError(f"{WHAT} has the frozen {listed(held)}; leave out parameters whose "
-                          "requires_grad is False.")
+        raise ConfigError(f"{WHAT} has {listed(held)}, frozen by --freeze or in model(); leave out "
+                          "parameters whose requires_grad is False.")
     return members
 
 

@@ -252,9 +252,9 @@ def _given(config: Optim) -> dict[str, Any]:
 def _flags(config: Optim) -> dict[str, str]:
     """Each argument that the configuration may set → its flag, with the value."""
     flags = {text.partition("=")[0]: f"--optim.options {text}" for text in config.options}
-    for key, value in {"lr": config.lr, **_settings(config)}.items():
-        shown = (" ".join(map(str, value)) if isinstance(value, tuple) else
-                 {True: "on", False: "off"}.get(value, value) if key == "nesterov" else value)
+    for key in ("lr", *_settings(config)):
+        value = getattr(config, key)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
     return flags
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config.schema import Precision
+from trainer.config.schema import Numerics, Precision
 from trainer.distributed import torch_private
 from trainer.errors import ConfigError
 
@@ -74,18 +74,22 @@ def resolve(config: Precision, model: nn.Module, device: torch.device, *, eager:
                        else config.channels_last == "on"))
 
 
+def compile_model(model: nn.Module, choice: PrecisionPolicy, numerics: Numerics) -> None:
+    """Let a model compile itself in its first call, if it is to be compiled. Its names stay plain.
+
+    A deterministic run compiles for each size separately: after a second size, torch would generate
+    code for any size, which rounds differently, and a restart has seen only one.
+    """
+    if choice.compile:
+        model.compile(dynamic=False if numerics.deterministic == "on" else None, mode=choice.mode)
+
+
 def autocast(choice: PrecisionPolicy, device: torch.device
              ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a factory of contexts for the forward: autocast, or no operation in fp32."""
     if choice.dtype is torch.float32:
         return contextlib.nullcontext
     return partial(torch.autocast, device.type, dtype=choice.dtype)
-
-
-def scaler(choice: PrecisionPolicy, device: torch.device, initial: float) -> torch.amp.GradScaler:
-    """Gradient scaler: enabled for fp16 only."""
-    return torch.amp.GradScaler(device.type, init_scale=initial,
-                                enabled=choice.dtype is torch.float16)
 
 
 def set_determinism(deterministic: bool) -> None:

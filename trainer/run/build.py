@@ -21,7 +21,13 @@ from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.mirror import MirrorEntry
 from trainer.checkpoint.mirror_writer import MirrorPolicy
-from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
+from trainer.checkpoint.progress import (
+    BestTracker,
+    EpochCalls,
+    LossMeter,
+    RateCycles,
+    TrainProgress,
+)
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import (
     CheckpointRef,
@@ -133,6 +139,7 @@ def _find_resumption(
     Returns the setup at its position."""
     config, world = context.config, context.world
     found = _find_checkpoint(context, folder)
+    kernels = circumstances.inexact_kernels(config, setup.choice, world.device)
     if found is None:
         setup, doubts = startup_checks.check_streams(setup, world, context.log, config)
         if config.eval.every_s:
@@ -141,7 +148,7 @@ def _find_resumption(
         setup, more = startup_checks.check_sample_reproducibility(setup, context.log, config)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
-            decision=compatibility.ResumeDecision(reasons=(*doubts, *others, *more)),
+            decision=compatibility.ResumeDecision(reasons=(*doubts, *others, *more, *kernels)),
             circumstances=circumstances.find(context, setup))
     setup = startup_checks.recall(setup, found.state.circumstances)
     found = found.for_validation(setup.fingerprints)
@@ -157,7 +164,7 @@ def _find_resumption(
         setup.lengths.load_state_dict(saved.parts["horizon"])
     now, position = circumstances.find(context, setup), saved.progress.step
     decision = compatibility.compare_settings(config, saved.settings, now=now, then=then,
-                                              before=saved.inexact)
+                                              before=[*saved.inexact, *kernels])
     context.status.move_to(position)
     is_over = position >= setup.intervals.total or 0 < config.eval.patience <= saved.best.waited
     if is_over and not world.broadcast_json(folder.source.lacks_product(position)):
@@ -214,7 +221,10 @@ def _enter_folder(
     world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
                                 path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
-    mirroring.start_uploads(folder.mirror, resumption.found)
+    if folder.mirror is not None:
+        folder.mirror.start()
+        if resumption.found is not None and resumption.found.path is None:  # no disk has it
+            folder.mirror.offer(resumption.found.step, always=True)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
@@ -241,9 +251,12 @@ def _make_trainable(
     parts: dict[str, Any] = {"horizon": setup.lengths, "health": health}
     if callable(call := getattr(setup.task, "epoch", None)):
         parts["epoch"] = EpochCalls(call, config.seed)
+    if config.checkpoint.keep_every == "cycle":
+        parts["cycles"] = RateCycles()
     state = TrainState(
         model=setup.model, optimizer=setup.optimizer, schedule=setup.schedule,
-        scaler=precision.scaler(setup.choice, world.device, config.precision.loss_scale),
+        scaler=torch.amp.GradScaler(world.device.type, init_scale=config.precision.loss_scale,
+                                    enabled=setup.choice.dtype is torch.float16),
         progress=progress, best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts=parts,
         ema=Ema(setup.model, config.optim.ema) if config.optim.ema else None,
@@ -257,11 +270,7 @@ def _make_trainable(
         record=RunRecord(run_id=folder.identity.run_id, metrics=folder.metrics, attempt=attempt,
                          generation=folder.generation, mirror=folder.mirror),
         config=config.checkpoint, boundary=boundary)
-    if setup.choice.compile:
-        # Compile for each size separately: after a second size, torch would generate code for any
-        # size, which rounds differently, and a restart has seen only one. The names stay plain.
-        setup.model.compile(dynamic=False if config.numerics.deterministic == "on" else None,
-                            mode=setup.choice.mode)
+    precision.compile_model(setup.model, setup.choice, config.numerics)
     until = config.freeze_until.steps(epoch=setup.lengths.epoch, total=setup.lengths.total)
     make = partial(_make_computes, context, setup, boundary, state)
     computes = Computes(turns=make(FrozenAtFirst()), frozen_until=until,
@@ -407,11 +416,7 @@ def _write_description(
     has_secret = any(is_secret(name) and value for name, value, _ in config.leaves())
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config),
                        mode=0o600 if has_secret else 0o666)
-    label, why = resumption.decision.label, resumption.decision.why
-    if config.numerics.deterministic == "off" and world.device.type != "cpu":
-        label, why = "equivalent", "--numerics.deterministic is off"
-    elif world.device.type == "mps":
-        label, why = "equivalent", "mps has no deterministic kernels"
     gpu = {key: value for key, value in resumption.circumstances.items() if key == "gpu"}
     files.replace_json(path / layout.ENVIRONMENT,
-                       run_dir.environment(world, {**card, **gpu}, label=label, why=why))
+                       run_dir.environment(world, {**card, **gpu}, label=resumption.decision.label,
+                                           why=resumption.decision.why))

@@ -10,7 +10,6 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -21,12 +20,14 @@ import xxhash
 
 import trainer
 from trainer.config import command_line
+from trainer.config.schema import Config
 from trainer.distributed import nccl
 from trainer.distributed.device import describe_gpus, driver_version
 from trainer.optim.named_optimizers import members_of
+from trainer.optim.precision import PrecisionPolicy
 from trainer.run.context import Context
 from trainer.run.prepare import Setup
-from trainer.run.run_dir import device_name
+from trainer.run.run_dir import device_name, package_version
 from trainer.storage.files import read_file
 
 _OWN = Path(trainer.__file__).parent
@@ -62,6 +63,16 @@ def find(context: Context, setup: Setup) -> dict[str, Any]:
         **({"gpu": _of_gpus(context)} if world.device.type == "cuda" else {})}
 
 
+def inexact_kernels(
+    config: Config[Any], choice: PrecisionPolicy, device: torch.device
+) -> list[str]:
+    """Why the kernels of another start may round differently, if they may."""
+    if config.numerics.deterministic == "off" and (
+            device.type != "cpu" or choice.mode == "max-autotune"):
+        return ["--numerics.deterministic is off"]
+    return ["mps has no deterministic kernels"] * (device.type == "mps")
+
+
 def _of_gpus(context: Context) -> dict[str, str | None]:
     """Collective. Facts on which only sums on GPUs depend. NCCL's order of a sum follows its
     version, its settings and the topology; the rank-invariant reduction doesn't use it."""
@@ -79,17 +90,6 @@ def _of_gpus(context: Context) -> dict[str, str | None]:
 def library_versions() -> dict[str, str]:
     return {"torch": torch.__version__, "numpy": np.__version__,
             "python": ".".join(platform.python_version_tuple()[:2])}
-
-
-def package_version(name: str) -> str | None:
-    """The version of an importable package; None if it has none."""
-    version = getattr(sys.modules.get(name), "__version__", None)
-    if version is None:
-        try:
-            version = metadata.version(name)
-        except (metadata.PackageNotFoundError, ValueError):  # or no name of a package
-            return None
-    return str(version)
 
 
 def code_on_disk(names: Iterable[str]) -> dict[str, str]:

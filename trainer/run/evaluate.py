@@ -59,11 +59,6 @@ class _Sums:
     """Batch → sum and count of the loss and each metric, and the number of samples."""
     table: Tensor | None = None
 
-    @property
-    def end(self) -> int:
-        """The number after that of the last batch."""
-        return max(self.rows, default=-1) + 1
-
     def add(self, micro: MicroBatch, outcome: Outcome) -> None:
         """Add a batch; a stand-in only gives names, and the shape of the table."""
         total, metrics = check_outcome(outcome)
@@ -127,7 +122,8 @@ class Evaluator:
         Returns None, on all ranks, if some rank was asked to stop."""
         with eval_mode(self.model), self.weights():
             sums = self._sums()
-        everywhere = self.world.gather_json(None if sums is None else [sums.end, sums.names])
+        everywhere = self.world.gather_json(
+            None if sums is None else [max(sums.rows, default=-1) + 1, sums.names])
         if sums is None or None in everywhere:
             return None
         if not (count := max(end for end, _ in everywhere)):

@@ -39,7 +39,7 @@ class MetricStates:
         for name, metric in self.metrics.items():
             for module in (m for m in metric.modules() if hasattr(m, "metric_state")):
                 # torchmetrics itself would gather the states of all ranks in `compute`.
-                setattr(module, "distributed_available_fn", _never)  # noqa: B010
+                setattr(module, "distributed_available_fn", lambda: False)  # noqa: B010
                 self._states += [(module, state, _merge(name, module, state))
                                  for state in module.metric_state]
         self.begin()
@@ -113,10 +113,6 @@ class MetricStates:
             world.broadcast([t for row in rows.values() for state in row for t in state], rank)
             everywhere |= rows
         return [everywhere[number] for number in sorted(everywhere)]
-
-
-def _never() -> bool:
-    return False
 
 
 def _merge(name: str, module: Any, state: str) -> Callable[[Any, Any], Any]:

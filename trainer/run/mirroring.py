@@ -16,7 +16,6 @@ from trainer.checkpoint.mirror import (
 )
 from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.mirror_writer import MirrorPolicy
-from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, MirrorFailed, MirrorTaken
@@ -111,11 +110,3 @@ def take(uploads: MirrorUploads | None, identity: RunIdentity, generation: int, 
         log.warning(f"the mirror can't be written now: {error}. The training goes on, and the "
                     "upload is repeated")
     replace_json(path / layout.MIRROR, {"url": url, "launch": launch, "generation": generation})
-
-
-def start_uploads(uploads: MirrorUploads | None, found: CheckpointRef | None) -> None:
-    """Start the uploads, with the checkpoint that is continued if the mirror doesn't have it."""
-    if uploads is not None:
-        uploads.start()
-        if found is not None and found.path is None:
-            uploads.offer(found.step, always=True)

@@ -98,9 +98,10 @@ class Setup:
             lanes=config.batch.micro_batches, micro_size=config.batch.micro_size,
             read_through=config.data.stream_resume == "read-through", limit=config.data.limit)
 
-    def steps(self, duration: Duration) -> int:
-        """A duration in optimizer steps."""
-        return duration.steps(epoch=self.plan.steps_per_epoch, total=self.intervals.total)
+    def steps(self, duration: Duration | str) -> int:
+        """A duration in optimizer steps; 0 for a word in its place."""
+        return 0 if isinstance(duration, str) else duration.steps(
+            epoch=self.plan.steps_per_epoch, total=self.intervals.total)
 
 
 def prepare(config: Config[Any], world: World) -> Setup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -322,9 +321,16 @@ def device_name(device: Any) -> str:
 @functools.cache  # looking them up takes 20 ms
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages on which results may depend."""
-    versions: dict[str, str | None] = dict.fromkeys(
-        ("torch", "torchvision", "numpy", "safetensors", "tensorboard"))
-    for name in versions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+    return {name: package_version(name) for name in (
+        "torch", "torchvision", "numpy", "safetensors", "tensorboard")}
+
+
+def package_version(name: str) -> str | None:
+    """The version of a package; None if it has none."""
+    version = getattr(sys.modules.get(name), "__version__", None)
+    if version is None:
+        try:
+            version = metadata.version(name)
+        except (metadata.PackageNotFoundError, ValueError):  # or no name of a package
+            return None
+    return str(version)

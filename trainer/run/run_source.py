@@ -87,36 +87,24 @@ def _download(mirror: Mirror, folder: Path, checkpoint: str | None, *, product: 
 
 
 def _fetch(mirror: Mirror, entries: list[MirrorEntry], folder: Path, checkpoint: str) -> None:
-    """Download a checkpoint: the last is the newest one that is whole, and names the best one."""
-    local = Store(folder / layout.CHECKPOINTS)
-    if checkpoint not in ("best", "last"):
-        _fetch_step(mirror, entries, local, checkpoint)
-        return
-    damaged = []
+    """Download a checkpoint, of a step that of its latest generation. The last is the newest one
+    that is whole, and names the best one."""
+    local, damaged = Store(folder / layout.CHECKPOINTS), []
+    is_step = checkpoint not in ("best", "last")
     for entry in reversed(entries):
+        if is_step and str(entry.step) != checkpoint:
+            continue
         try:
-            path = local.folder / _fetch_entry(mirror, entry, local)
+            if (size := total_bytes(mirror.manifest(entry))) >= 10**8:
+                Log(stream=sys.stderr).info(f"downloading step {entry.step}: {size / 1e6:.3g} MB")
+            mirror.fetch(entry, local)
         except CheckpointDamaged as error:
+            if is_step:
+                raise
             damaged.append(str(error))
             continue
-        best = SavedState.read(path).best.step
+        best = SavedState.read(local.folder / layout.step_name(entry.step)).best.step
         if checkpoint == "best" and best not in (0, entry.step):
-            _fetch_step(mirror, entries, local, str(best))
+            _fetch(mirror, entries, folder, str(best))
         return
-    raise CheckpointDamaged("; ".join(damaged))
-
-
-def _fetch_step(mirror: Mirror, entries: list[MirrorEntry], local: Store, step: str) -> None:
-    """Download the checkpoint of a step, of its latest generation."""
-    entry = next((entry for entry in reversed(entries) if str(entry.step) == step), None)
-    if entry is None:
-        raise CheckpointDamaged(f"there is no checkpoint of step {step}")
-    _fetch_entry(mirror, entry, local)
-
-
-def _fetch_entry(mirror: Mirror, entry: MirrorEntry, local: Store) -> str:
-    size = total_bytes(mirror.manifest(entry))
-    if size >= 10**8:
-        Log(stream=sys.stderr).info(f"downloading step {entry.step}: {size / 1e6:.3g} MB")
-    mirror.fetch(entry, local)
-    return layout.step_name(entry.step)
+    raise CheckpointDamaged("; ".join(damaged) or f"there is no checkpoint of step {checkpoint}")

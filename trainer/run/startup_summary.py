@@ -20,8 +20,9 @@ def summary_lines(
 ) -> list[str]:
     """The lines of the summary; `card` is that of the setup."""
     trained = card["parameters"] - card["frozen_weights"]
-    frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
-              if card["frozen_parameters"] else "")
+    until = f", --freeze-until {config.freeze_until}" * bool(config.freeze_until.value)
+    frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen"
+              f"{until})" if card["frozen_parameters"] else "")
     data = [f"{n:,} {split}" for split, n in card["samples"].items() if n is not None]
     data += [card["order"]] * (card["order"] != "permutation")
     data += [f"states {card['stream_states']}"] * bool(card["stream_states"])

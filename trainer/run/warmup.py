@@ -47,10 +47,9 @@ def _validation_metrics(built: BuiltRun) -> list[str]:
     names = ["loss", *_metric_names(built)]
     sets = [split.partition(":")[2] for split in built.validations]
     prefixes = ["val_", *(f"val_{name}_" for name in sets if name)]
-    objects = [name for evaluator in [*built.validations.values()][:1]
-               for name in evaluator.states.metrics]
-    for evaluator in [*built.validations.values()][:1]:
-        names += [*evaluator.figures, *objects]
+    first = next(iter(built.validations.values()), None)
+    objects = [] if first is None else [*first.states.metrics]
+    names += [] if first is None else [*first.figures, *objects]
     found = [prefix + name for prefix in prefixes for name in (*names, "samples")]
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigError(f"--task: two metrics of a validation are named {twice[0]}; rename the "
@@ -304,9 +303,7 @@ def _refuse_sparse_gradients(built: BuiltRun) -> None:
         member.optimizer, member.clip or built.context.config.clip,
         {p: n for p, n in sparse.items() if p in member.parameters} if name else sparse)
         for name, member in members_of(built.setup.optimizer).items()]
-    problem = next(filter(None, problems), "")
-    if why := next(filter(None, built.context.world.gather_json(problem)), ""):
-        raise from_rank(0, ConfigError(f"{why}."))
+    _refuse_on_all_ranks([*filter(None, problems)][:1], built.context.world, "{}.")
 
 
 def _moves_parameters(

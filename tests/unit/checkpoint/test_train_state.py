@@ -136,6 +136,15 @@ def test_another_shape_or_name_is_an_error_that_names_it():
         restored(make(), tensors, facts)
 
 
+def test_weights_are_checked_that_a_step_freezes_for_a_time():
+    state = make()
+    state.model[0].requires_grad_(False)  # as in the forward of another turn
+    broken = {name: torch.full_like(t, torch.nan) for name, t in state.tensors()[MODEL].items()
+              if t.is_floating_point()}
+
+    assert state.nonfinite_parameters(broken) == [n for n, _ in state.model.named_parameters()]
+
+
 def with_average(state: TrainState) -> TrainState:
     state.ema = Ema(state.model, 0.9)
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from trainer.checkpoint.progress import ScheduleLengths
+from trainer.checkpoint.progress import RateCycles, ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
@@ -25,6 +26,10 @@ def optimizer_of(name: str = "sgd") -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.99))
     return torch.optim.SGD(groups, lr=1.0, momentum=0.7)
+
+
+def sawtooth(update: int) -> float:
+    return 1 - update % 7 / 7
 
 
 def figure(update: int) -> float:
@@ -140,6 +145,25 @@ def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make)
     found, expected = ours(config), torchs(make, warmup=5)
 
     assert [lr for lr, *_ in found] == pytest.approx([lr for lr, *_ in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize(("config", "ends"), [
+    (Schedule(name="warm-restarts", options=("T_0=5", "T_mult=2"), warmup=Duration(0)),
+     [5, 15, 35]),
+    (Schedule(name="warm-restarts", options=("T_0=5", "T_mult=2"), warmup=Duration(4)),
+     [8, 18, 38]),
+    (Schedule(name="test_schedules:sawtooth", warmup=Duration(9)), [14, 21, 28, 35]),
+    (Schedule(name="cosine-annealing", options=("T_max=10",), warmup=Duration(0)), [11, 31]),
+    (Schedule(name="one-cycle", warmup=Duration(0)), []), (Schedule(), []),
+])  # fmt: skip
+def test_a_cycle_ends_where_the_rate_rises_after_it_has_fallen(config, ends):
+    cycles, rates = RateCycles(), [lr for lr, *_ in ours(config, steps=TOTAL + 1)]
+
+    for step, pair in enumerate(itertools.pairwise(rates), 1):
+        cycles.load_state_dict(json.loads(json.dumps(cycles.state_dict())))
+        cycles.note(step, *pair)
+
+    assert cycles.ends == ends
 
 
 @pytest.mark.parametrize(("options", "more"), [

@@ -216,7 +216,8 @@ def test_the_mixture_of_parquet_files_is_exact(tmp_path):
                          daemon=True)
     every = [[*dataset.lane(lane, 2)] for lane in range(2)]
 
-    assert (proof.kind.split(".")[-1], proof.problem) == ("ParallelMapper", "")
+    assert proof.tried[0] > 1
+    assert (proof.problem, proof.unlike) == ("", "")
     assert {row for lane in every for row in lane} == {
         (name, x) for name in "ab" for x in range(100)}
     dataset.set_epoch(1)

@@ -22,7 +22,7 @@ from trainer.commands.library import _process_settings_restored, train
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
 from trainer.errors import ConfigError
-from trainer.run import circumstances
+from trainer.run import circumstances, run_dir
 
 LAYERS = "from torch.nn.functional import relu as activation\nWIDTH = 8\n"
 TASK = '''
@@ -194,5 +194,5 @@ def test_the_packages_of_the_model_have_versions():
 
     found = circumstances._packages(classes)
     assert found == {"torchvision", "trainer"}
-    assert circumstances.package_version("torchvision") == torchvision.__version__
-    assert circumstances.package_version("no_such_package") is None
+    assert run_dir.package_version("torchvision") == torchvision.__version__
+    assert run_dir.package_version("no_such_package") is None
