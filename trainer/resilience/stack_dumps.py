@@ -18,6 +18,9 @@ from trainer.storage.layout import STACKS
 
 WORKER = "loader "  # prefix of a loader worker's process name
 DUMPS = "trainer-stacks"  # memory file to which a worker writes its stacks on SIGUSR2
+MAX_FILES, MAX_BYTES = 256, 1 << 20
+"""Limits of the folder, without the current attempt, and of a file: a run that hangs in each of
+many attempts must not fill the disk."""
 WORKER_S = 1.0  # seconds that a worker may take to write them
 
 
@@ -59,11 +62,19 @@ def worker_stacks() -> tuple[str, list[str]]:
 
 
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
-    """Append to the file of the rank."""
+    """Append to the file of the rank, up to `MAX_BYTES`; remove the oldest of earlier attempts."""
     path = folder / STACKS / f"attempt-{attempt}-rank-{rank}.txt"
     make_subfolder(path.parent)
-    with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-        file.write(text.encode(errors="backslashreplace"))
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(descriptor, "ab") as file:
+        room = max(0, MAX_BYTES - os.fstat(descriptor).st_size)
+        file.write(text.encode(errors="backslashreplace")[:room])
+    with contextlib.suppress(FileNotFoundError):  # other ranks remove them, too
+        earlier = [other for other in path.parent.glob("attempt-*.txt")
+                   if not other.name.startswith(f"attempt-{attempt}-")]
+        earlier.sort(key=lambda other: other.lstat().st_mtime)
+        for other in earlier[:-MAX_FILES]:
+            other.unlink(missing_ok=True)
 
 
 def _ask(pid: int) -> str:
