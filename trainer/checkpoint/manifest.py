@@ -21,7 +21,7 @@ from trainer.storage.files import (
     write_file,
 )
 from trainer.storage.layout import MANIFEST, MODEL, OPTIMIZER, PRODUCT, STATE, SUMMARY
-from trainer.storage.records import Kind, is_count, is_text, parse_json, read_json
+from trainer.storage.records import Kind, is_count, is_name, is_text, parse_json, read_json
 
 Buffer = Any  # an object with a contiguous buffer: bytes, a memoryview, an array
 
@@ -111,9 +111,7 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
         why = f"{MANIFEST} is missing"
-    except FileDamaged:
-        why = f"{MANIFEST} is no regular file, or too large"
-    except ValueError as error:
+    except (FileDamaged, ValueError) as error:
         why = str(error)
     except OSError as error:
         why = f"{MANIFEST} can't be read: {error.strerror}"
@@ -183,10 +181,8 @@ def _size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except FileDamaged:
-        return f"{path.name} is not a file"
     except OSError as error:
-        return f"{path.name} can't be read: {error.strerror}"
+        return f"{path.name} can't be read: {error.strerror or error}"
     if size != entry["bytes"]:
         return f"{path.name} has {size} bytes instead of {entry['bytes']}"
     return None
@@ -216,6 +212,6 @@ def parse_manifest(raw: bytes, kind: Kind = _MANIFEST) -> dict[str, Any]:
     manifest: dict[str, Any] = parse_json(raw)
     if why := kind.problem(manifest):
         raise ValueError(f"{MANIFEST}: {why}")
-    if others := [name for name in manifest["files"] if Path(name).name != name]:
+    if others := [name for name in manifest["files"] if not is_name(name)]:
         raise ValueError(f"{MANIFEST} lists {others[0]!r}, which is no name of a file")
     return manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,9 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     rng = [part.get("rng", []) for part in facts]
     if len(rng[0]) == len(rng[1]):
         yield from _value_differences("rng", *rng)
+    raw = [read_file(info.path / layout.STATE) for info in infos]
+    if raw[0] != raw[1] and any(json.dumps(json.loads(data)).encode() != data for data in raw):
+        yield f"{layout.STATE} is written in another way"
     if at is None:
         yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
 

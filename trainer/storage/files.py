@@ -31,7 +31,6 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     to any other file of the user."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
-    why = "this is no regular file"
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -39,10 +38,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            why = "this is a symbolic link, which isn't followed"
-        elif error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
+            refuse_link(path)
+        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
             raise
-    raise FileDamaged(f"{display_path(path)}: {why}; remove it")
+    raise FileDamaged(f"{display_path(path)}: this is no regular file; remove it")
 
 
 def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> bytes:

@@ -36,6 +36,11 @@ def is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def is_name(value: Any) -> bool:
+    """The name of a file in a folder."""
+    return is_text(value) and Path(value).name == value and value.isprintable()
+
+
 def is_flag(value: Any) -> bool:
     return type(value) is bool
 
@@ -109,14 +114,14 @@ OBJECT = Kind()
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """As `json.loads`. Raises ValueError too for a name that is twice in an object, and for more
-    than `DEEPEST` levels."""
+    """As `json.loads`. Raises ValueError too for a name that is twice in an object, for more than
+    `DEEPEST` levels, and for bytes that are not UTF-8 or begin with a byte order mark."""
+    text = data if isinstance(data, str) else data.decode()
     try:
-        value = json.loads(data, object_pairs_hook=_with_each_name_once, **hooks)
+        value = json.loads(text, object_pairs_hook=_with_each_name_once, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    raw = data.encode(errors="surrogateescape") if isinstance(data, str) else data
-    if raw.count(b"[") + raw.count(b"{") > DEEPEST and _is_deep(value):
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
         raise ValueError("it is nested too deeply")
     return value
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, FileDamaged
 from trainer.resilience.attempts import RUN, Attempt, Event, read_attempts
 from trainer.run.run_dir import ENVIRONMENT, SUMMARY
@@ -27,6 +26,7 @@ from trainer.storage.records import (
     read_record,
     read_toml,
 )
+from trainer.storage.secrets import masked
 from trainer.telemetry.events import ALWAYS, read_events
 from trainer.telemetry.metrics import METRIC_LINE
 from trainer.telemetry.step_timing import TIMING_LINE
@@ -294,15 +294,14 @@ def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _config(path: Path, tell: Callable[[str], object]) -> dict[str, Any]:
     try:
         table = flatten(read_toml(path))
+        if why := CONFIG.problem(table):
+            raise FileDamaged(f"{path.name}: {why}")
     except FileNotFoundError:
         return {}
     except FileDamaged as error:
         tell(str(error))
         return {}
-    if why := CONFIG.problem(table):
-        tell(f"{path.name}: {why}")
-        return {}
-    return {name: hidden(value) if is_secret(name) else value for name, value in table.items()}
+    return dict(masked("", table))
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
