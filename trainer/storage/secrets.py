@@ -3,6 +3,7 @@ has before its host and in its query. Of the files of a run only config.toml has
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ _NAMED = re.compile(r"""((['"]?)\b(\w+)\2\s*[=:]\s*)(['"])(?:(?!\4)[^\\\n]|\\.)+
 _hidden = list[str]()  # what `mask` replaces, the longest first
 
 
+@functools.cache
 def is_secret(name: str) -> bool:
     """Whether a name is that of a secret: api_key, --task.hub-token, PASSWORD."""
     words = re.split(r"[^a-z]+", name.lower())
