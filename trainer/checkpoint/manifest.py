@@ -18,6 +18,7 @@ from trainer.storage.files import (
     open_regular,
     read_chunks,
     read_file,
+    replace_bytes,
     write_file,
 )
 from trainer.storage.layout import MANIFEST, MODEL, OPTIMIZER, PRODUCT, STATE, SUMMARY
@@ -86,13 +87,11 @@ class StagedCheckpoint:
     def _counted(self, content: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
         with suppress(TypeError):  # first, since an array is iterable too
             content = [memoryview(content)]  # type: ignore[arg-type]
-        for buffer in content:
-            view = memoryview(buffer)
-            if view.nbytes:  # an empty view can't be cast
-                before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
-                yield view.cast("B")
-                if not before:
-                    self._midway()
+        for view in map(memoryview, content):
+            before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
+            yield view
+            if self.bytes_tried and not before:
+                self._midway()
 
 
 def encode_manifest(fields: Mapping[str, Any]) -> bytes:
@@ -146,23 +145,11 @@ def check_listed(path: Path) -> None:
         raise CheckpointDamaged(f"{path.parent.name}: {why}")
 
 
-class Listing:
-    """Passes the content of a file on to its writer; then has size and hash of it."""
-
-    def __init__(self, content: Iterable[Buffer]) -> None:
-        self._content, self._hasher, self._size = content, xxhash.xxh3_128(), 0
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for buffer in self._content:
-            view = memoryview(buffer)
-            if view.nbytes:
-                self._hasher.update(view)
-                self._size += view.nbytes
-                yield view.cast("B")
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        return {"bytes": self._size, "xxh3_128": self._hasher.hexdigest()}
+def write_listed(path: Path, content: Iterable[Buffer]) -> dict[str, Any]:
+    """Write a file atomically and durably; returns its size and hash, for `check_listed`."""
+    hasher = xxhash.xxh3_128()
+    replace_bytes(path, content, on_chunk=hasher.update)
+    return {"bytes": path.stat().st_size, "xxh3_128": hasher.hexdigest()}
 
 
 def _check(

@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
 from trainer.config.fields import flag_of
 from trainer.config.schema import Config
-from trainer.errors import CheckpointDamaged, ConfigError, FileDamaged
+from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.run.run_dir import SUMMARY
 from trainer.run.run_source import run_folder
 from trainer.storage import layout, tensorfile
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             first = next(differences(run_a, run_b, at=at), None)
             found = [] if first is None else [*_condition_differences(run_a, run_b, at=at), first]
             note = _source_note(run_a, run_b, at=at)
-    except (RunUnreadable, FileDamaged) as problem:
+    except (RunUnreadable, OSError) as problem:
         print(writable(f"can't compare: {problem}"))
         return 2
     print(writable(f"different: {'; '.join(found)}") if found else f"same bits{note}")
@@ -102,7 +102,8 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     if raw[0] != raw[1] and any(json.dumps(json.loads(data)).encode() != data for data in raw):
         yield f"{layout.STATE} is written in another way"
     if at is None:
-        yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
+        yield from _tensor_differences(layout.PRODUCT, *(
+            tensorfile.load_tensors(run / layout.PRODUCT) for run in (run_a, run_b)))
 
 
 def _without_sources(facts: dict[str, Any]) -> dict[str, Any]:
@@ -225,14 +226,6 @@ def _tensor_differences(
             a, b = (t.contiguous().reshape(t.numel(), 1).view(torch.uint8) for t in (a, b))
             if count := int((a != b).any(1).sum()):
                 yield f"{what}: {key} differs in {count} of {len(a)} elements"
-
-
-def _product(run: Path) -> dict[str, torch.Tensor]:
-    path = run / layout.PRODUCT
-    try:
-        return tensorfile.load_tensors(path)
-    except OSError as error:
-        raise RunUnreadable(f"{path}: {error}") from error
 
 
 def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:

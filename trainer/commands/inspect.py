@@ -153,12 +153,11 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
     store = Store(run / layout.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
-        why = info.why or ""
-        if not why:
-            try:
-                store.verify(info.step)
-            except CheckpointDamaged as error:
-                why = str(error)
+        why = ""
+        try:
+            store.verify(info.step)
+        except CheckpointDamaged as error:
+            why = str(error)
         found.append({"step": info.step, "generation": info.generation, "valid": not why,
                       "why": why, "kind": info.kind,
                       "bytes": total_bytes(info.manifest) if info.manifest else None})

@@ -10,7 +10,6 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,11 +141,15 @@ def read_record(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
     return found
 
 
-def read_json(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
-    """As `read_record`, but None for a damaged file too."""
-    with suppress(FileDamaged):
+def read_json(
+    path: Path, kind: Kind = OBJECT, tell: Callable[[str], object] = len
+) -> dict[str, Any] | None:
+    """As `read_record`, but None for a damaged file too, after a call of `tell` with the reason."""
+    try:
         return read_record(path, kind)
-    return None
+    except FileDamaged as error:
+        tell(str(error))
+        return None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trainer.storage.records import (
     is_positive,
     is_text,
     optional,
-    read_record,
+    read_json,
     read_toml,
 )
 from trainer.storage.secrets import masked
@@ -143,7 +143,7 @@ def read_history(path: Path, *others: Path) -> History:
         raise ConfigError(f"{path}: there is no such folder")
     damage: list[str] = []
     tell = damage.append
-    _read(path / layout.IDENTITY, RUN, tell)
+    read_json(path / layout.IDENTITY, RUN, tell)
     if not is_run(path):
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
@@ -155,23 +155,14 @@ def read_history(path: Path, *others: Path) -> History:
         validations=[line for line in lines if "val_loss" in line],
         timing=read_records(path / layout.TIMING, kind=TIMING_LINE, tell=tell),
         config=_config(path / layout.CONFIG, tell),
-        environment=_read(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
-        summary=_read(path / layout.SUMMARY, SUMMARY, tell),
+        environment=read_json(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
+        summary=read_json(path / layout.SUMMARY, SUMMARY, tell),
         owner=living_owner(path / layout.LOCK))
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder is a run folder, also of a run that has just begun."""
     return (path / layout.IDENTITY).exists() or (path / layout.EVENTS).exists()
-
-
-def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:
-    """As `read_record`; of a damaged file `tell` is called, and the result is None."""
-    try:
-        return read_record(path, kind)
-    except FileDamaged as error:
-        tell(str(error))
-        return None
 
 
 def attempt_times(
