@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in PATH_ERRNOS or is_foreign(error):
             raise
-        print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
+        print(writable(f"error: {error}; choose a folder that can be read"), file=sys.stderr)
         return EXIT_CONFIG
     stop = attend()  # before torch is imported
     from trainer.commands.train import RankProcess

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launches import Launch, finish
+from machine import listening
 from runs import TAPE
 
 from trainer.commands.compare import differences
@@ -43,10 +44,15 @@ def test_a_signal_to_one_rank_is_one_attempt_and_all_stop_at_the_same_step(tmp_p
                  marks=pytest.mark.long)])
 def test_the_signal_after_a_death_is_no_stop(tmp_path: Path, faults: tuple[str, ...]) -> None:
     with torchrun(tmp_path / "run", "--steps=12", *(f"--inject={f}" for f in faults)) as launch:
+        launch.wait(lambda: launch.events("fault"))
+        open_to_all = [a for a in listening(launch.process.pid).values() if not a.strip("0")]
         launch.end()
 
     assert len(inspect(launch.run)["attempts"]) == 2
     assert launch.events("stop") == []
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert open_to_all
+    assert "`torchrun --standalone` has two listeners on all interfaces" in readme
 
 
 @pytest.mark.long

@@ -18,10 +18,11 @@ from trainer.storage.files import (
     open_regular,
     read_chunks,
     read_file,
+    replace_bytes,
     write_file,
 )
 from trainer.storage.layout import MANIFEST, MODEL, OPTIMIZER, PRODUCT, STATE, SUMMARY
-from trainer.storage.records import Kind, is_count, is_text, parse_json, read_json
+from trainer.storage.records import Kind, is_count, is_name, is_text, parse_json, read_json
 
 Buffer = Any  # an object with a contiguous buffer: bytes, a memoryview, an array
 
@@ -86,13 +87,11 @@ class StagedCheckpoint:
     def _counted(self, content: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
         with suppress(TypeError):  # first, since an array is iterable too
             content = [memoryview(content)]  # type: ignore[arg-type]
-        for buffer in content:
-            view = memoryview(buffer)
-            if view.nbytes:  # an empty view can't be cast
-                before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
-                yield view.cast("B")
-                if not before:
-                    self._midway()
+        for view in map(memoryview, content):
+            before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
+            yield view
+            if self.bytes_tried and not before:
+                self._midway()
 
 
 def encode_manifest(fields: Mapping[str, Any]) -> bytes:
@@ -111,9 +110,7 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
         why = f"{MANIFEST} is missing"
-    except FileDamaged:
-        why = f"{MANIFEST} is no regular file, or too large"
-    except ValueError as error:
+    except (FileDamaged, ValueError) as error:
         why = str(error)
     except OSError as error:
         why = f"{MANIFEST} can't be read: {error.strerror}"
@@ -148,23 +145,11 @@ def check_listed(path: Path) -> None:
         raise CheckpointDamaged(f"{path.parent.name}: {why}")
 
 
-class Listing:
-    """Passes the content of a file on to its writer; then has size and hash of it."""
-
-    def __init__(self, content: Iterable[Buffer]) -> None:
-        self._content, self._hasher, self._size = content, xxhash.xxh3_128(), 0
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for buffer in self._content:
-            view = memoryview(buffer)
-            if view.nbytes:
-                self._hasher.update(view)
-                self._size += view.nbytes
-                yield view.cast("B")
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        return {"bytes": self._size, "xxh3_128": self._hasher.hexdigest()}
+def write_listed(path: Path, content: Iterable[Buffer]) -> dict[str, Any]:
+    """Write a file atomically and durably; returns its size and hash, for `check_listed`."""
+    hasher = xxhash.xxh3_128()
+    replace_bytes(path, content, on_chunk=hasher.update)
+    return {"bytes": path.stat().st_size, "xxh3_128": hasher.hexdigest()}
 
 
 def _check(
@@ -183,10 +168,8 @@ def _size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except FileDamaged:
-        return f"{path.name} is not a file"
     except OSError as error:
-        return f"{path.name} can't be read: {error.strerror}"
+        return f"{path.name} can't be read: {error.strerror or error}"
     if size != entry["bytes"]:
         return f"{path.name} has {size} bytes instead of {entry['bytes']}"
     return None
@@ -216,6 +199,6 @@ def parse_manifest(raw: bytes, kind: Kind = _MANIFEST) -> dict[str, Any]:
     manifest: dict[str, Any] = parse_json(raw)
     if why := kind.problem(manifest):
         raise ValueError(f"{MANIFEST}: {why}")
-    if others := [name for name in manifest["files"] if Path(name).name != name]:
+    if others := [name for name in manifest["files"] if not is_name(name)]:
         raise ValueError(f"{MANIFEST} lists {others[0]!r}, which is no name of a file")
     return manifest

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from trainer.checkpoint.manifest import check_listed
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.storage import tensorfile
-from trainer.storage.records import Kind, is_text, read_record, table_of
+from trainer.storage.records import Kind, is_name, read_record, table_of
 
 NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 INDEX = ".index.json"
-_INDEX = Kind(needed={"weight_map": table_of(is_text)})
+_INDEX = Kind(needed={"weight_map": table_of(lambda name: is_name(name) and INDEX not in name)})
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weights in a folder: one file, or several that NAME.index.json lists (Hugging Face)."""
 

@@ -123,10 +123,8 @@ class Store:
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""
-        try:
-            return self.verify(step).generation == generation
-        except CheckpointDamaged:
-            return False
+        return any(info.step == step and info.generation == generation
+                   and self._is_valid(info.path, step) for info in self.checkpoints())
 
     def room_to_go_on(self, *, is_over: bool) -> int:
         """Bytes of the newest checkpoint, which the next one takes too, or of its weights for a run

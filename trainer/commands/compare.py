@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,12 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     rng = [part.get("rng", []) for part in facts]
     if len(rng[0]) == len(rng[1]):
         yield from _value_differences("rng", *rng)
+    raw = [read_file(info.path / layout.STATE) for info in infos]
+    if raw[0] != raw[1] and any(json.dumps(json.loads(data)).encode() != data for data in raw):
+        yield f"{layout.STATE} is written in another way"
     if at is None:
-        yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
+        yield from _tensor_differences(layout.PRODUCT, *(
+            tensorfile.load_tensors(run / layout.PRODUCT) for run in (run_a, run_b)))
 
 
 def _without_sources(facts: dict[str, Any]) -> dict[str, Any]:
@@ -213,14 +218,6 @@ def _tensor_differences(
             a, b = (t.contiguous().reshape(t.numel(), 1).view(torch.uint8) for t in (a, b))
             if count := int((a != b).any(1).sum()):
                 yield f"{what}: {key} differs in {count} of {len(a)} elements"
-
-
-def _product(run: Path) -> dict[str, torch.Tensor]:
-    path = run / layout.PRODUCT
-    try:
-        return tensorfile.load_tensors(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:

@@ -19,6 +19,7 @@ from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures
 from trainer.run import circumstances, run_dir
+from trainer.run.mirroring import MIRROR
 from trainer.run.run_dir import ENVIRONMENT, early_end
 from trainer.run.run_source import reading_mirror, run_folder
 from trainer.storage import files, layout
@@ -42,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
         report = inspect_url(options.run, *options.others)
     else:
         report = inspect(options.run, *options.others)
-        if (url := (read_json(options.run / layout.MIRROR) or {}).get("url")) is not None:
-            report["mirror"] = _mirror_beside(url)
+        if (owned := read_json(options.run / layout.MIRROR, MIRROR)) is not None:
+            report["mirror"] = _mirror_beside(owned["url"])
     print(json.dumps(report, indent=2) if options.json else writable(_table(report, options.run)))
     return 0
 
@@ -86,11 +87,10 @@ def inspect(
 
 def _product_damage(run: Path) -> list[str]:
     """What is wrong with the model of a finished run."""
-    path = run / layout.PRODUCT
     try:
-        check_listed(path)
+        check_listed(run / layout.PRODUCT)
     except CheckpointDamaged as error:
-        return [str(error)] if path.exists() else []
+        return [str(error)] * (run / layout.PRODUCT).exists()
     return []
 
 
@@ -153,12 +153,11 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
     store = Store(run / layout.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
-        why = info.why or ""
-        if not why:
-            try:
-                store.verify(info.step)
-            except CheckpointDamaged as error:
-                why = str(error)
+        why = ""
+        try:
+            store.verify(info.step)
+        except CheckpointDamaged as error:
+            why = str(error)
         found.append({"step": info.step, "generation": info.generation, "valid": not why,
                       "why": why, "kind": info.kind,
                       "bytes": total_bytes(info.manifest) if info.manifest else None})

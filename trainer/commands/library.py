@@ -23,7 +23,6 @@ from trainer import rng
 from trainer.commands.train import RankProcess, Training
 from trainer.config import command_line
 from trainer.config.schema import Config
-from trainer.config.secrets import secret_texts
 from trainer.distributed import allocator
 from trainer.distributed.device import choose_device
 from trainer.distributed.world import LaunchInfo, World
@@ -43,6 +42,7 @@ from trainer.run.saved_run import load_weights
 from trainer.storage import layout, tensorfile
 from trainer.storage.locks import release_locks
 from trainer.storage.records import read_json
+from trainer.storage.secrets import hide
 from trainer.task import REQUIRED_METHODS, ObjectTask, find_task
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -153,7 +153,7 @@ def _train_as_rank(config: Config[Any]) -> None:
 def train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopSignals(), Log(level=config.log.level)
-    log.hide(secret_texts(config))
+    hide((name, value) for name, value, _ in config.leaves())
     training = Training(log, stop, config)
     try:
         log.status.enter(Phase.JOIN)

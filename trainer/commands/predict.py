@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
     encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
     with config_error_on_write(f"--out {out}", REMEDY):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if options.out is None:
+            files.make_subfolder(out.parent)
         files.replace_bytes(out, encoded)
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
 from trainer.config.schema import Config
-from trainer.config.secrets import secret_texts
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
@@ -32,6 +31,7 @@ from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
 from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
 from trainer.resilience.preflight import allow_files, check_cache_folder
 from trainer.resilience.stop_signals import StopSignals
+from trainer.storage.secrets import hide
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import ignore_output_errors, say
@@ -101,7 +101,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
-        log.hide(secret_texts(config))
+        hide((name, value) for name, value, _ in config.leaves())
         self._training = training = Training(log, stop, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))

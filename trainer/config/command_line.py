@@ -34,6 +34,7 @@ from trainer.config.schema import Config, without_unread
 from trainer.errors import ConfigError, FileDamaged
 from trainer.storage.object_store import path_or_url
 from trainer.storage.records import read_toml
+from trainer.storage.secrets import hide, mask_arguments, masked
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
 from trainer.telemetry.std_streams import quiet_broken_pipe
 
@@ -180,7 +181,8 @@ def _values_of(table: Mapping[str, Any], task: type, path: Path) -> dict[str, An
         try:
             values[name] = convert_value(settings[name].hint, value)
         except ValueError as error:
-            raise ConfigError(f"{path}: {name} = {value!r}: {error}.") from error
+            shown = masked(name, value)
+            raise ConfigError(f"{path}: {name} = {shown!r}: {error}.") from error
         if name in ONE_START:
             raise ConfigError(f"{path}: {name} = {value!r}: a recipe can't decide this; remove it, "
                               f"and give {flag_of(name)} on the command line.")
@@ -275,14 +277,15 @@ def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
                               f"{flag}=-…")
         if len(words) > 1:
             repeat = f"repeat {flag} for each value, and " if setting.repeatable else ""
-            raise ConfigError(f"{flag} {' '.join(words)}: {words[1]!r} is an excess value; {repeat}"
+            shown = mask_arguments([flag, *words])
+            raise ConfigError(f"{' '.join(shown)}: {shown[2]!r} is an excess value; {repeat}"
                               "quote a value that has blanks or that the shell would expand.")
     every = [word for words in given for word in words]
     whole = setting.takes_several or setting.repeatable
     try:
         return convert_value(setting.hint, every if whole else every[-1], text=True)
     except ValueError as error:
-        raise ConfigError(f"{' '.join([flag, *every])}: {error}.") from error
+        raise ConfigError(f"{' '.join(mask_arguments([flag, *every]))}: {error}.") from error
 
 
 def check_not_empty(arguments: Sequence[str]) -> None:
@@ -321,6 +324,7 @@ def _configure(
             values |= {name: settings[name].default for name in replaced}
     for name, value in flags.items():
         values[name] = (*values[name], *value) if settings[name].repeatable else value
+    hide(values.items())
     try:
         for name, value in values.items():
             if value is MISSING:

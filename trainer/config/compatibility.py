@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.config.fields import SEVERAL, flag_of
 from trainer.config.schema import Config, without_unread
-from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, listed
+from trainer.storage.secrets import masked
 
 _CHOOSERS = ("optim", "schedule")
 """Sections whose `name` decides which of their settings are read."""
@@ -39,8 +39,7 @@ class ResumeDecision:
 
 def settings(config: Config[Any]) -> dict[str, Any]:
     """All settings by dotted name, as JSON values, secret ones masked; checkpoints store them."""
-    return {name: hidden(_plain(value)) if is_secret(name) else _plain(value)
-            for name, value, _ in config.leaves()}
+    return {name: masked(name, _plain(value)) for name, value, _ in config.leaves()}
 
 
 def _plain(value: Any) -> Any:
@@ -48,7 +47,7 @@ def _plain(value: Any) -> Any:
         ordered = value if isinstance(value, tuple | list) else sorted(value, key=repr)
         return [_plain(item) for item in ordered]
     keep = value is None or isinstance(value, bool | int | float | str)
-    return value if keep else str(value)
+    return value if keep else str(masked("", value))
 
 
 def compare_settings(
@@ -157,8 +156,7 @@ def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]
     saved them didn't have."""
     defaults = {name: value for name, value in settings(Config(task=config.task)).items()
                 if not name.startswith("task.")}
-    masked = {name: hidden(value) if is_secret(name) else value for name, value in saved.items()}
-    return defaults | dict.fromkeys(saved) | without_unread(masked)
+    return defaults | dict.fromkeys(saved) | without_unread(masked("", saved))
 
 
 def _refuse(refused: Mapping[str, str]) -> None:

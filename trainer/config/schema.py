@@ -16,7 +16,8 @@ from typing import Any, Generic, Literal, TypeVar
 from trainer.config.fields import Change, Duration, OnOff, Section, setting
 from trainer.resilience import fault_injection
 from trainer.resilience.preflight import LONGEST_S
-from trainer.storage.object_store import check_url, without_secrets
+from trainer.storage.object_store import check_url
+from trainer.storage.secrets import mask
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
              "multi-step", "plateau")  # fmt: skip
@@ -323,7 +324,7 @@ class Checkpoint(Section, prefix="checkpoint."):
             try:
                 check_url(self.mirror)
             except ValueError as error:
-                self.check(False, "mirror", f"{error}.", without_secrets(self.mirror))
+                self.check(False, "mirror", f"{error}.", mask(self.mirror))
         self.check(self.mirror is not None or self.mirror_every == "auto", "mirror_every",
                    "there is no mirror; add --checkpoint.mirror URL.")
 

@@ -15,6 +15,7 @@ from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.resilience.attempts import failure_sentence
 from trainer.resilience.launcher_channel import record_failure, tell
 from trainer.storage.files import display_path
+from trainer.storage.secrets import mask
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.std_streams import say
 
@@ -188,7 +189,7 @@ def diagnose(error: BaseException) -> Diagnosis:
     if (exhausted and "DataLoader worker" in text) or (
             worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
         memory = "worker"
-    message, helps = " ".join(message.split()), remedy(error)
+    message, helps = " ".join(mask(message).split()), remedy(error)
     if len(message) > MOST_CHARS:
         message = message[:MOST_CHARS] + " …"
     return Diagnosis(

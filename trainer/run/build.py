@@ -39,7 +39,6 @@ from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
-from trainer.config.secrets import is_secret
 from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -66,6 +65,7 @@ from trainer.run.startup_summary import log_startup, startup_warnings, summary_l
 from trainer.step import Computes, ForwardBackward, Reduction, TurnParameters
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
+from trainer.storage.secrets import MASK
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
 
@@ -413,7 +413,7 @@ def _write_description(
 ) -> None:
     """Write configuration and environment into the run folder."""
     config, world, path = context.config, context.world, context.path
-    has_secret = any(is_secret(name) and value for name, value, _ in config.leaves())
+    has_secret = MASK in str(compatibility.settings(config))
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config),
                        mode=0o600 if has_secret else 0o666)
     gpu = {key: value for key, value in resumption.circumstances.items() if key == "gpu"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.manifest import Listing
+from trainer.checkpoint.manifest import write_listed
 from trainer.checkpoint.progress import BestTracker
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
@@ -117,9 +117,8 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
         weights = run.state.export_weights()
 
         def write() -> None:
-            content = Listing(tensorfile.serialize(weights))
-            files.replace_bytes(path / layout.PRODUCT, content)
-            files.replace_json(path / layout.SUMMARY, {**summary, "product": content.entry})
+            entry = write_listed(path / layout.PRODUCT, tensorfile.serialize(weights))
+            files.replace_json(path / layout.SUMMARY, {**summary, "product": entry})
 
         files.when_not_full(write, run.context.log.warning)
 

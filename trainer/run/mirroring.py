@@ -25,9 +25,12 @@ from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import replace_json
 from trainer.storage.object_store import AccessDenied, Missing, StoreError
-from trainer.storage.records import is_number, read_json
+from trainer.storage.records import Kind, is_count, is_number, is_text, optional, read_json
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
+
+MIRROR = Kind({"url": is_text, "launch": optional(is_text), "generation": is_count})
+"""Content of mirror.json."""
 
 
 def look(context: Context, claim: Callable[[], object]) -> MirrorSource:
@@ -70,7 +73,8 @@ def look(context: Context, claim: Callable[[], object]) -> MirrorSource:
 
 def _is_restarted(path: Path, launch: str | None) -> bool:
     """Whether an earlier attempt of the same launcher has owned the mirror."""
-    return launch is not None and (read_json(path / layout.MIRROR) or {}).get("launch") == launch
+    owned = read_json(path / layout.MIRROR, MIRROR)
+    return launch is not None and owned is not None and owned["launch"] == launch
 
 
 def make_uploads(source: MirrorSource, store: Store, path: Path, policy: MirrorPolicy,

@@ -17,7 +17,6 @@ from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
-from trainer.config.secrets import masked_repr
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, Limited, in_memory
 from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
@@ -32,6 +31,7 @@ from trainer.optim.named_optimizers import optimizer_of
 from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
+from trainer.storage.secrets import mask
 from trainer.task import check_signatures, load_object, splits_of, task_figures
 from trainer.telemetry import wandb
 
@@ -143,7 +143,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     card = {
         **_describe(model),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
-        "data": masked_repr(config, str(getattr(task, "source", _short_repr(config.task)))),
+        "data": mask(str(getattr(task, "source", _short_repr(config.task)))),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,

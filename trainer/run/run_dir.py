@@ -19,7 +19,6 @@ import torch
 
 from trainer.checkpoint.manifest import LISTED_FILE, check_listed
 from trainer.checkpoint.store import Store
-from trainer.config.secrets import mask_arguments
 from trainer.distributed.world import World
 from trainer.errors import (
     PATH_ERRNOS,
@@ -58,6 +57,7 @@ from trainer.storage.records import (
     read_json,
     table_of,
 )
+from trainer.storage.secrets import mask_arguments
 from trainer.telemetry.events import Log, read_events
 
 SUMMARY = Kind(

@@ -31,7 +31,6 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     to any other file of the user."""
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= os.O_NOFOLLOW
-    why = "this is no regular file"
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -39,10 +38,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            why = "this is a symbolic link, which isn't followed"
-        elif error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
+            refuse_link(path)
+        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
             raise
-    raise FileDamaged(f"{display_path(path)}: {why}; remove it")
+    raise FileDamaged(f"{display_path(path)}: this is no regular file; remove it")
 
 
 def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> bytes:
@@ -56,14 +55,17 @@ def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> byt
 
 
 def write_file(
-    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len, *,
+    path: Path, content: Iterable[Any], on_chunk: Callable[[memoryview], object] = len, *,
     mode: int = 0o666,
 ) -> None:
-    """Write a new file and fsync it, passing each chunk to `on_chunk` before it is written. Its
-    pages are dropped from the page cache: reading it back is to verify the disk."""
+    """Write buffers to a new file and fsync it, passing each chunk to `on_chunk` before it is
+    written. Its pages are dropped from the page cache: reading it back is to verify the disk."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        for view in content:
+        for buffer in content:
+            view = memoryview(buffer)
+            if view.nbytes:  # an empty one can't be cast
+                view = view.cast("B")
             for start in range(0, len(view), CHUNK):
                 part = view[start : start + CHUNK]
                 on_chunk(part)
@@ -161,13 +163,14 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def replace_bytes(
-    path: Path, chunks: Any, *, keep_other: bool = False, mode: int = 0o666
+    path: Path, content: Iterable[Any], on_chunk: Callable[[memoryview], object] = len, *,
+    keep_other: bool = False, mode: int = 0o666,
 ) -> None:
-    """Write bytes to a file, atomically and durably; with `keep_other` only if it is missing."""
+    """As `write_file`, atomically, in place of a file; with `keep_other` only if it is missing."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
-        write_file(aside, (memoryview(chunk) for chunk in chunks), mode=mode)
+        write_file(aside, content, on_chunk, mode=mode)
         if keep_other:
             with suppress(FileExistsError):
                 os.link(aside, path)

@@ -7,7 +7,6 @@ Credentials come from the environment only, by each provider's own variables; no
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 import urllib.parse
 from collections import deque
@@ -20,13 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.storage.files import CHUNK, make_folder
+from trainer.storage.secrets import hide, mask
 
 SCHEMES = ("s3", "gs", "az", "file")
 PART_BYTES, MOST_PARTS, PARALLEL = 8 << 20, 9000, 6
 """Size of the parts of an upload and of a download, the most parts of an object (S3 allows 10,000),
 and how many are on their way at a time."""
-_SECRET = re.compile(r"(AWS|AZURE|GOOGLE).*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS)")
-"""Environment variables whose values no message may contain."""
 
 Version = dict[str, str]
 """Identifies the content of an object, for a conditional write."""
@@ -74,11 +72,6 @@ def check_url(url: str) -> None:
 def path_or_url(text: str) -> Path | str:
     """An argument that names a run: a URL stays as it is."""
     return text if "://" in text else Path(text)
-
-
-def without_secrets(url: str) -> str:
-    """A URL, or a text with URLs, without user names, passwords and queries."""
-    return re.sub(r"\?\S*", "?…", re.sub(r"//[^/@\s]+@", "//…@", url))
 
 
 class ObjectStore:
@@ -220,9 +213,6 @@ def _translated(key: str) -> Iterator[None]:
 def _message(error: Exception) -> str:
     """The message of an error of obstore without its debugging output, tags and secrets."""
     text = re.sub(r"<[^>]*>|\s+", " ", str(error).partition("\n\nDebug source")[0])
-    text = without_secrets(text)
-    for name, value in os.environ.items():
-        if len(value) > 3 and _SECRET.match(name.upper()):
-            text = text.replace(value, "***").replace(urllib.parse.quote(value, safe=""), "***")
-    text = " ".join(text.split())
+    hide()  # the variables of now
+    text = " ".join(mask(text).split())
     return text if len(text) <= 400 else f"{text[:400]}…"

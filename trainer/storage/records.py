@@ -10,7 +10,6 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,11 @@ def anything(_: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     return type(value) is str
+
+
+def is_name(value: Any) -> bool:
+    """The name of a file in a folder."""
+    return is_text(value) and Path(value).name == value and value.isprintable()
 
 
 def is_flag(value: Any) -> bool:
@@ -109,13 +113,14 @@ OBJECT = Kind()
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """As `json.loads`, but a name twice in an object, or over `DEEPEST` levels, is a ValueError."""
+    """As `json.loads`, but a ValueError too for a name twice in an object, more than `DEEPEST`
+    levels, and bytes that are not UTF-8 or begin with a byte order mark."""
+    text = data if isinstance(data, str) else data.decode()
     try:
-        value = json.loads(data, object_pairs_hook=_with_each_name_once, **hooks)
+        value = json.loads(text, object_pairs_hook=_with_each_name_once, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    raw = data.encode(errors="surrogateescape") if isinstance(data, str) else data
-    if raw.count(b"[") + raw.count(b"{") > DEEPEST and _is_deep(value):
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
         raise ValueError("it is nested too deeply")
     return value
 
@@ -136,11 +141,15 @@ def read_record(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
     return found
 
 
-def read_json(path: Path, kind: Kind = OBJECT) -> dict[str, Any] | None:
-    """As `read_record`, but None for a damaged file too."""
-    with suppress(FileDamaged):
+def read_json(
+    path: Path, kind: Kind = OBJECT, tell: Callable[[str], object] = len
+) -> dict[str, Any] | None:
+    """As `read_record`, but None for a damaged file too, after a call of `tell` with the reason."""
+    try:
         return read_record(path, kind)
-    return None
+    except FileDamaged as error:
+        tell(str(error))
+        return None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -57,7 +57,11 @@ class Arrays:
 def read_sample() -> Arrays:
     """The bundled sample: per class the first 1,200 training and 200 test images, in file order."""
     path = importlib.resources.files("trainer.tasks").joinpath(SAMPLE)
-    content = lzma.decompress(path.read_bytes())
+    try:
+        content = lzma.decompress(path.read_bytes())
+    except (lzma.LZMAError, EOFError) as error:
+        raise ConfigError(f"{path}: it is damaged ({error}); install the package again, or choose "
+                          "other data with --task.data.") from error
     parts, position = [], 0
     for name in FILES:
         array, position = parse_idx(content, f"{path}, part {name}", position)

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,7 @@ from trainer.storage.records import (
     optional,
     table_of,
 )
+from trainer.storage.secrets import mask
 from trainer.telemetry.status import Phase, Status
 from trainer.telemetry.std_streams import say
 
@@ -71,7 +72,6 @@ class Log:
         self._note_phase(self.status.phase)
         self.status.on_phase(self._note_phase)
         self.status.on_step(self._note_step)
-        self._hidden: list[str] = []
         self.set_level(level)
 
     def _note_phase(self, phase: Phase) -> None:
@@ -92,16 +92,6 @@ class Log:
     def set_level(self, level: str) -> None:
         """Show lines of this level and above."""
         self._threshold = LEVELS.index(level)
-
-    def hide(self, texts: Iterable[str]) -> None:
-        """Write a mask in place of these texts from now on."""
-        self._hidden = list(texts)
-
-    def _writable(self, value: Any) -> Any:
-        value = writable(value)
-        for text in self._hidden if isinstance(value, str) else ():
-            value = value.replace(text, "***")
-        return value
 
     def info(self, text: str) -> None:
         self._line("info", text)
@@ -131,7 +121,7 @@ class Log:
             "time": round(time.time(), 6), "attempt": self.attempt, "nonce": self.nonce,
             "node": socket.gethostname(), "rank": self.rank, "step": self.status.step,
             "phase": self.status.phase, "event": event,
-            **{name: self._writable(value) for name, value in fields.items()},
+            **{name: writable(value) for name, value in fields.items()},
         }  # fmt: skip
         if self._events is None:
             self._early.append(line)
@@ -161,7 +151,7 @@ class Log:
         mark = "" if level in ("info", "debug") else f"{level}: "
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
-        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", self._writable(text)
+        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
         if self._line_writer is not None:
             self._line_writer(f"{tag}{mark}{text}")
         else:  # one write per line, so that the lines of several ranks don't mix
@@ -177,10 +167,11 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """Escape terminal control codes and names that are not UTF-8 in a string."""
+    """A string as it is shown and recorded: terminal control codes and names that are not UTF-8 are
+    escaped, and secrets are masked."""
     if not isinstance(value, str):
         return value
-    return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
+    return mask(value).translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
 def read_events(*paths: Path, tell: Callable[[str], object] = len) -> list[dict[str, Any]]:

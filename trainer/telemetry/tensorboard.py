@@ -33,20 +33,21 @@ NORMS = 4096
 
 class EventFile:
     """A file of a TensorBoard run, one write per record. torch's SummaryWriter has a thread and a
-    buffer, which a forked loader worker would inherit, and a full disk ends it. From the step
-    `first` on, TensorBoard drops what earlier files of the folder show."""
+    buffer, which a forked loader worker would inherit, and a full disk ends it. The file is created
+    with the first record: attempts that fail before it leave none. From the step `first` on,
+    TensorBoard drops what earlier files of the folder show."""
 
     def __init__(self, folder: Path, first: int) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         self._summary, self._record_writer = summary, RecordWriter
-        make_subfolder(folder)
-        # TensorBoard reads event files in the order of their names.
-        name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
-        self._file = AppendFile(folder / name)
-        self.write(file_version="brain.Event:2")
-        self.write(session_log=SessionLog(status=SessionLog.START), step=first)
+        self._folder, self._first, self._restarts = folder, first, 0
+        self._file: AppendFile | None = None
+
+    def show_restarts(self, number: int) -> None:
+        """Show the number of restarts at step `first`, as soon as the file is created."""
+        self._restarts = number
 
     def scalars(self, tags: Mapping[str, float], step: int) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
@@ -69,14 +70,24 @@ class EventFile:
 
     def write(self, **fields: Any) -> None:
         """Write an event with these fields."""
+        if self._file is None:
+            make_subfolder(self._folder)
+            # TensorBoard reads event files in the order of their names.
+            name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+            self._file = AppendFile(self._folder / name)
+            self.write(file_version="brain.Event:2")
+            self.write(session_log=SessionLog(status=SessionLog.START), step=self._first)
+            if self._restarts:
+                self.scalars({"run/restarts": self._restarts}, self._first)
         record = io.BytesIO()
         event = Event(wall_time=time.time(), **fields)
         self._record_writer(record).write(event.SerializeToString())
         self._file.append(record.getvalue())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a later attempt writes the missing lines
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a later attempt writes the missing lines
+                self._file.close()
 
 
 class TensorBoard(Sink):
@@ -114,10 +125,9 @@ class TensorBoard(Sink):
 
     def introduce(self, summary: Sequence[str], restarts: int) -> None:
         """Show the startup summary and the number of restarts."""
+        self._training.show_restarts(restarts)
         if self._is_new:  # TensorBoard does not drop texts of earlier attempts
             self._training.text("run", writable("    " + "\n    ".join(summary)))
-        if restarts:
-            self._training.scalars({"run/restarts": restarts}, self._first)
 
     def show_figures(self, figures: Callable[[], Mapping[str, float]]) -> None:
         """Show what `figures` returns, tag → value, beside the scalars of a step."""

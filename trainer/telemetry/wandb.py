@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.storage.files import read_text, replace_text
+from trainer.storage.secrets import mask_arguments
 from trainer.telemetry import drawing
 from trainer.telemetry.metrics import Sink
 from trainer.telemetry.tensorboard import StepFilter, train_scalars, validation_scalars
@@ -38,10 +40,14 @@ class WandB(Sink):
         if not id_file.exists():
             replace_text(id_file, run_id)
         # The console capture of wandb would put a pipe between the run and the terminal.
-        self._run = self._wandb.init(
-            id=read_text(id_file).strip(), name=path.name, resume="allow", mode=mode,
-            dir=str(path), config=dict(settings),
-            settings=self._wandb.Settings(console="off", silent=True))
+        given, sys.argv = sys.argv, mask_arguments(sys.argv)  # wandb records the command line
+        try:
+            self._run = self._wandb.init(
+                id=read_text(id_file).strip(), name=path.name, resume="allow", mode=mode,
+                dir=str(path), config=dict(settings),
+                settings=self._wandb.Settings(console="off", silent=True))
+        finally:
+            sys.argv = given
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if self._filter.shows(line):

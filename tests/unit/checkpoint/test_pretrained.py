@@ -51,7 +51,9 @@ def test_a_safetensors_file_or_its_folder_is_read(tmp_path, asked):
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_the_parts_of_a_file_are_read_by_their_index(tmp_path):
+@pytest.mark.parametrize("wrong", ["[]", *(json.dumps({"weight_map": {"a": part}}) for part in (
+    "../x", "a\0b", "", 1, "model.safetensors.index.json"))])
+def test_the_parts_of_a_file_are_read_by_their_index(wrong, tmp_path):
     source, model = net(seed=1), net()
     weights = {name: f"model-{len(name) % 2 + 1}-of-2.safetensors" for name in source.state_dict()}
     for part in set(weights.values()):
@@ -66,7 +68,7 @@ def test_the_parts_of_a_file_are_read_by_their_index(tmp_path):
     (tmp_path / "model-2-of-2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-2-of-2\.safetensors: there is no such file"):
         read_weights(tmp_path)
-    index.write_text("[]")
+    index.write_text(wrong)
     with pytest.raises(ConfigError, match="can't be read as an index of weights"):
         read_weights(tmp_path)
 

@@ -28,7 +28,7 @@ from trainer.errors import ConfigError
 from trainer.optim import compile_cache
 from trainer.storage import layout
 
-LAST = "checkpoints/step-00000006"
+LAST, MODEL = "checkpoints/step-00000006", "model.safetensors"
 
 
 def config(run: Path, steps: int = 6, **more: Any) -> Config[Small]:
@@ -187,6 +187,22 @@ def test_a_manifest_has_to_list_model_optimizer_and_state(crafted):
     assert "it has no entry 'model.safetensors'" in last["why"]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "a/b", "", "x" * 300])
+def test_a_manifest_lists_names_of_files(crafted, name):
+    sign(crafted / LAST, lambda fields: fields["files"].update({name: fields["files"][MODEL]}))
+
+    assert not inspect.inspect(crafted)["checkpoints"][-1]["valid"]
+    assert start(crafted, steps=7) == 0
+
+
+@pytest.mark.parametrize("url", ["5", '"s3://["', '"http://x"', '"file:///"', '"file:///dev/null/x"'])
+def test_a_folder_may_name_any_mirror(crafted, url):
+    text = '{"url": %s, "launch": null, "generation": 1}'
+    (crafted / "mirror.json").write_text(text % url)
+
+    assert main(["inspect", str(crafted), "--json"]) == 0
+
+
 def test_only_files_that_the_manifest_lists_are_loaded(crafted):
     for name in ("ema.safetensors", "other.safetensors"):
         (crafted / LAST / name).write_bytes(b"no tensors")
@@ -222,6 +238,14 @@ def in_metrics(old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+def in_bytes_of_state(write: Callable[[str], bytes]) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        path = run / LAST / "state.json"
+        path.write_bytes(write(path.read_text()))
+        sign(run / LAST)
+    return change
+
+
 def in_state(part: str, name: str, value: Any) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         change_json(run / LAST / "state.json", lambda state: state[part].update({name: value}))
@@ -237,7 +261,10 @@ def in_state(part: str, name: str, value: Any) -> Callable[[Path], None]:
     in_metrics('\n', '\n{"step": null}\n'), in_metrics('\n', '\n{"step": 99}\n'),
     in_metrics('\n', '\nnot JSON\n'), in_metrics('\n', '\n\n'), in_metrics('{', ' {'),
     in_metrics('"loss": ', '"loss": NaN, "was": '), in_metrics('"loss": ', '"loss": 0'),
-    in_state("progress", "replaced", False), in_state("optimizer", "more", None)])
+     *map(in_bytes_of_state, (
+         lambda text: text.encode("utf-8-sig"), lambda text: text.encode("utf-16"),
+         lambda text: text.encode() + b"\n")),
+     in_state("progress", "replaced", False), in_state("optimizer", "more", None)])
 def test_other_values_are_never_the_same_bits(run, crafted, capsys, change):
     change(crafted)
 
@@ -309,13 +336,13 @@ def mutate(draw: Callable[..., Any], data: bytes) -> bytes:
         if not (found := list(places(value))):
             break
         holder, key = found[draw(st.integers(0, len(found) - 1))]
-        how = draw(st.sampled_from(["change", "remove", "add"]))
+        how, odd = draw(st.sampled_from(["change", "remove", "add"])), copy.deepcopy(draw(ODD))
         if how == "change":
-            holder[key] = copy.deepcopy(draw(ODD))
+            holder[key] = odd
         elif how == "remove":
             del holder[key]
         elif isinstance(holder, dict):
-            holder[draw(st.sampled_from([*map(str, holder), "new", "step", "time"]))] = draw(ODD)
+            holder[draw(st.sampled_from([*map(str, holder), "new", "step", "time"]))] = odd
     return json.dumps(value).encode()
 
 

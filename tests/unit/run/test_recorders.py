@@ -1,11 +1,14 @@
-"""The graph of the model for TensorBoard."""
+"""TensorBoard: the graph of the model, and the files of attempts."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
 from trainer.run.recorders import trace_graph
 from trainer.tasks.spiral import Spiral
+from trainer.telemetry.tensorboard import TensorBoard
 
 
 def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
@@ -24,3 +27,12 @@ def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
     assert model.training
     assert model._compiled_call_impl is compiled
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attempts_that_fail_before_their_first_scalar_leave_no_file(tmp_path: Path) -> None:
+    for attempt in range(9):
+        board = TensorBoard(tmp_path / "board", every=1, first=attempt)
+        board.introduce(["a line"], attempt)
+        board.close()
+
+    assert len(list((tmp_path / "board/train").iterdir())) == 1

@@ -121,6 +121,17 @@ def damaged(folder: Path, kind: str) -> Path:
     return folder / path
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_damaged_sample_is_an_error_that_names_it(cut, tmp_path, monkeypatch):
+    content = bytearray(Path(fashion_mnist.__file__).with_name(fashion_mnist.SAMPLE).read_bytes())
+    content[len(content) // 2] ^= 4
+    (tmp_path / "sample.xz").write_bytes(content[:-9] if cut else content)
+    monkeypatch.setattr(fashion_mnist, "SAMPLE", tmp_path / "sample.xz")
+
+    with pytest.raises(ConfigError, match=r"sample\.xz: it is damaged .*; install the package"):
+        fashion_mnist.read_sample.__wrapped__()
+
+
 @pytest.mark.parametrize("kind", [
     "packed, flipped", "packed, cut", "packed, not gzip", "cut", "another format"])
 def test_a_damaged_file_is_an_error_that_names_it(kind, tmp_path):

@@ -92,10 +92,11 @@ def _goodput(run: History) -> str:
 
 def _mirror(run: History) -> str:
     """Format the uploads to the mirror: number, bytes, speed, and the longest delay."""
-    uploads = [event for event in run.events if event["event"] == "mirror" and "lag_s" in event]
-    if not uploads:
-        return ""
+    uploads = [event for event in run.events if event["event"] == "mirror"
+               and event.keys() >= {"bytes", "seconds", "lag_s"}]
     size, seconds = (sum(event[name] for event in uploads) for name in ("bytes", "seconds"))
+    if not seconds:
+        return ""
     return (f"{len(uploads)} uploads, {size / 1e6:,.0f} MB at {size / 1e6 / seconds:.3g} MB/s, at "
             f"most {format_duration(max(event['lag_s'] for event in uploads))} behind")
 
@@ -112,11 +113,11 @@ def _clipped(run: History) -> str:
 
 def _speed(run: History) -> dict[str, str]:
     timing = [line for line in run.timing if line["step_s"][0]]
-    if not timing:
-        return {}
-    steps = sum(line["steps"] for line in timing)
+    steps = max(1, sum(line["steps"] for line in timing))
     mean_s = {part: sum(line[f"{part}_s"][0] or 0.0 for line in timing) / steps
               for part in ("step", *STEP_PARTS)}
+    if not mean_s["step"]:
+        return {}
     split = ", ".join(f"{part} {1000 * mean_s[part]:,.1f} ms" for part in STEP_PARTS)
     memory_mb = max(peak_memory_mb(line) or 0.0 for line in timing)
     samples = sum(line["samples"] for line in timing) / steps

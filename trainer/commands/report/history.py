@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, FileDamaged
 from trainer.resilience.attempts import RUN, Attempt, Event, read_attempts
 from trainer.run.run_dir import ENVIRONMENT, SUMMARY
@@ -24,9 +23,10 @@ from trainer.storage.records import (
     is_positive,
     is_text,
     optional,
-    read_record,
+    read_json,
     read_toml,
 )
+from trainer.storage.secrets import masked
 from trainer.telemetry.events import ALWAYS, read_events
 from trainer.telemetry.metrics import METRIC_LINE
 from trainer.telemetry.step_timing import TIMING_LINE
@@ -142,7 +142,7 @@ def read_history(path: Path, *others: Path) -> History:
         raise ConfigError(f"{path}: there is no such folder")
     damage: list[str] = []
     tell = damage.append
-    _read(path / layout.IDENTITY, RUN, tell)
+    read_json(path / layout.IDENTITY, RUN, tell)
     if not is_run(path):
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS, kind=METRIC_LINE, tell=tell)
@@ -154,23 +154,14 @@ def read_history(path: Path, *others: Path) -> History:
         validations=[line for line in lines if "val_loss" in line],
         timing=read_records(path / layout.TIMING, kind=TIMING_LINE, tell=tell),
         config=_config(path / layout.CONFIG, tell),
-        environment=_read(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
-        summary=_read(path / layout.SUMMARY, SUMMARY, tell),
+        environment=read_json(path / layout.ENVIRONMENT, ENVIRONMENT, tell) or {},
+        summary=read_json(path / layout.SUMMARY, SUMMARY, tell),
         owner=living_owner(path / layout.LOCK))
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder is a run folder, also of a run that has just begun."""
     return (path / layout.IDENTITY).exists() or (path / layout.EVENTS).exists()
-
-
-def _read(path: Path, kind: Kind, tell: Callable[[str], object]) -> dict[str, Any] | None:
-    """As `read_record`; of a damaged file `tell` is called, and the result is None."""
-    try:
-        return read_record(path, kind)
-    except FileDamaged as error:
-        tell(str(error))
-        return None
 
 
 def attempt_times(
@@ -293,15 +284,14 @@ def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _config(path: Path, tell: Callable[[str], object]) -> dict[str, Any]:
     try:
         table = flatten(read_toml(path))
+        if why := CONFIG.problem(table):
+            raise FileDamaged(f"{path.name}: {why}")
     except FileNotFoundError:
         return {}
     except FileDamaged as error:
         tell(str(error))
         return {}
-    if why := CONFIG.problem(table):
-        tell(f"{path.name}: {why}")
-        return {}
-    return {name: hidden(value) if is_secret(name) else value for name, value in table.items()}
+    return dict(masked("", table))
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from trainer.commands.report.figures import (
 )
 from trainer.commands.report.history import History, flatten
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
-from trainer.config.secrets import mask_arguments
 from trainer.errors import ConfigError
 from trainer.resilience.attempts import failure_sentence
 from trainer.run.run_source import reading_mirror
@@ -218,7 +217,7 @@ def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[Hi
     names = list(dict.fromkeys(name for own in values for name in own if name != "command"))
     differ = [n for n in names if any(own.get(n) != values[0].get(n) for own in values)]
     same = [name for name in names if name not in differ]
-    body = "".join(f"<p class=soft>{_text(' '.join(mask_arguments(own['command'])))}</p>"
+    body = "".join(f"<p class=soft>{_text(' '.join(own['command']))}</p>"
                    for own in values if "command" in own)
     if differ:
         body += _comparison(differ, values, runs, "differs")
