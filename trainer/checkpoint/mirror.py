@@ -216,6 +216,7 @@ class MirrorSource:
 
     Args:
         entries, products: the checkpoints, and the products of the finished run.
+        is_reached: whether the store has answered.
         log: gets a line and an event for each download.
         claim: called before a download, to take the lock of the run folder.
     """
@@ -223,9 +224,10 @@ class MirrorSource:
     def __init__(
         self, mirror: Mirror | None = None, *, owner: Owner | None = None,
         entries: Sequence[MirrorEntry] = (), products: Sequence[MirrorEntry] = (),
-        log: Log | None = None, claim: Callable[[], object] = lambda: None,
+        log: Log | None = None, claim: Callable[[], object] = lambda: None, is_reached: bool = True,
     ) -> None:  # fmt: skip
         self.mirror, self.owner, self.entries = mirror, owner, entries
+        self.is_reached = is_reached
         self._products, self._log, self._claim = products, log or Log(), claim
         self._fetched: set[MirrorEntry] = set()
 
