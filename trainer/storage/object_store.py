@@ -240,6 +240,8 @@ def _translated(key: str) -> Iterator[None]:
     except (exceptions.BaseError, NotImplementedError, OSError) as error:
         if "status code: 404" in str(error):  # of a bucket
             raise Missing(_message(error)) from None
+        if re.search(r"\(code: (AccessDenied|403)\b", str(error)):  # of one object of many
+            raise AccessDenied(_message(error)) from None
         raise StoreError(f"{key}: {_message(error)}") from None
 
 
