@@ -122,17 +122,17 @@ class ObjectStore:
                     raise Missing("there is no such folder")
                 return cls(LocalStore(folder), url, folder=folder)
         retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
-        common = {"timeout": timedelta(seconds=PART_S), "allow_http": True,  # if its URL is http://
-                  "connect_timeout": timedelta(seconds=ANSWER_S)}
         # A limit of the wait for an answer would include the time in which a part is sent.
-        limits: tuple[Any, Any] = ({"read_timeout": timedelta(seconds=ANSWER_S)}, {})
+        uploads: Any = {"timeout": timedelta(seconds=PART_S), "allow_http": True,  # if it is http://
+                        "connect_timeout": timedelta(seconds=ANSWER_S)}
+        others: Any = {**uploads, "read_timeout": timedelta(seconds=ANSWER_S)}
         # Over https, a signature of the content would add nothing but half of an upload's work.
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in S3_ENDPOINTS)
-        more: Any = {"unsigned_payload": True} if parts.scheme == "s3" and not is_plain else {}
+        config: Any = {"unsigned_payload": True} if parts.scheme == "s3" and not is_plain else None
         with _translated(url):
-            store, uploads = (from_url(url.rstrip("/"), client_options={**common, **limit},
-                                       retry_config=retry, **more) for limit in limits)
-            return cls(store, url, uploads=uploads)
+            stores = [from_url(url.rstrip("/"), config=config, client_options=options,
+                               retry_config=retry) for options in (others, uploads)]
+            return cls(stores[0], url, uploads=stores[1])
 
     def put_new(self, key: str, data: bytes) -> None:
         """Write a new object; raises Conflict if it exists (`If-None-Match: *`)."""
