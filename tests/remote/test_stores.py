@@ -66,8 +66,8 @@ def test_a_google_bucket_that_ignores_conditions_is_refused(tmp_path, monkeypatc
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch):
-    monkeypatch.setattr(object_store, "ANSWER_S", 0.1)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.15)
+    for limit in ("ANSWER_S", "PART_S", "RETRY_S"):
+        monkeypatch.setattr(object_store, limit, 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts connections
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a",

@@ -95,7 +95,7 @@ class ObjectStore:
         store: an object store of obstore.
         url: its URL, for messages.
         folder: the folder of a `file://` store, whose conditional writes need a lock.
-        uploads: as `store`, with the time limit of uploads.
+        uploads: as `store`, with the longer time limit of uploads and deletions.
     """
 
     def __init__(self, store: Any, url: str, *, folder: Path | None = None,
@@ -207,7 +207,7 @@ class ObjectStore:
         """Delete objects, which may be missing; S3 and Azure do many by one request."""
         try:
             with _translated(keys[0]):
-                self._api.delete(self._store, keys)
+                self._api.delete(self._uploads, keys)  # many take their time
         except Missing:  # the others may be left
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
