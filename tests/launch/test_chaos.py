@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("options", "faults", "runs"), [
     ([], 4, 1), pytest.param([], 40, len(plans.SHAPES), marks=pytest.mark.long),
     pytest.param(["--launcher=torchrun"], 7, 1, marks=pytest.mark.long),
-    pytest.param(["--mirror"], 3, 1, marks=pytest.mark.long)])
+    pytest.param(["--mirror"], 3, 1, marks=pytest.mark.long)],
+    ids=["few", "many", "torchrun", "mirror"])
 def test_runs_with_faults_of_every_kind_end_with_the_same_bits(options, faults, runs):
+    if "--mirror" in options:
+        pytest.importorskip("moto.server", reason="moto[server] is not installed")
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", "--faults", str(faults), "--seed", "1",
          *options], cwd=ROOT, capture_output=True, text=True, check=False)
