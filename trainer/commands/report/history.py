@@ -13,14 +13,7 @@ from typing import Any
 
 from trainer.config.secrets import hidden, is_secret
 from trainer.errors import ConfigError, FileDamaged
-from trainer.resilience.attempts import (
-    RUN,
-    Attempt,
-    Event,
-    Key,
-    by_attempt,
-    read_attempts,
-)
+from trainer.resilience.attempts import RUN, Attempt, Event, Key, by_attempt, read_attempts
 from trainer.run.run_dir import ENVIRONMENT, SUMMARY
 from trainer.storage import layout
 from trainer.storage.jsonl import read_records
