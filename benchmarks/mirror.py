@@ -1,20 +1,24 @@
 """What does a mirror in an object store cost, and how soon is a save there?
 
-    python -m benchmarks.mirror [--parts step,save,stop,requests] [--lightning PYTHON]
+    python -m benchmarks.mirror [--parts step,often,save,stop,requests] [--lightning PYTHON]
 
-step      Blocks of steps with a durable save each: with a mirror, without, and a control without.
+step      Runs of the small CNN, which take turns: with a mirror, without, and a control without.
+          A block of steps ends when its save is durable, and in the mirror.
+often     The same for a small MLP that saves far more often than is usual.
 save      For how long a save holds up the training, and the time until it is durable: on disk and
           in the mirror. Beside Lightning's Trainer(default_root_dir="s3://…"), with s3fs.
 stop      Seconds from a stop until its save, 100 MB, is in the mirror.
 requests  Requests of a save.
 
-The store is moto, in another process on this machine: it takes part of the processor time.
+The store is moto, on another core than the training of `step` and `often`, since it belongs to
+another machine. That training has one core, which the uploads share: more cores hide their cost.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -30,8 +34,10 @@ from typing import Any
 import torch
 
 from benchmarks import reporting
+from benchmarks.peers import WORKS
 from benchmarks.reporting import in_turn, ratios
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
+from benchmarks.throughput import Contestant
 from trainer.checkpoint.mirror import Mirror, Owner
 from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.mirror_writer import MirrorPolicy
@@ -39,11 +45,11 @@ from trainer.checkpoint.store import Store
 from trainer.storage.object_store import ObjectStore
 from trainer.telemetry.events import Log
 
-PARTS = ("step", "save", "stop", "requests")
-BLOCK = 20
-"""Steps from save to save in `step`."""
+PARTS = ("save", "stop", "requests", "step", "often")
 GRACE_S = 10.0
 STEP_MB, BATCH = 5.0, 64
+BLOCK, SAVES = 20, 10
+"""Of `often`: size of the state, batch, steps from save to save, and saves of a turn."""
 
 
 class Recorder(Log):
@@ -105,32 +111,64 @@ class Mirrored:
             self.uploads.close()
 
 
-def measure_step(url: str, pairs: int, folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)  # on a busy machine, threads wait for each other
+def measure_step(rounds: int, folder: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for name in ("without", "with", "control"):
+            (folder / name).mkdir()
+            run = Contestant("mirrored" if name == "with" else "trainer", "cnn", 1, folder / name)
+            stack.callback(run.close)
+            runs[name] = functools.partial(run.run, WORKS["cnn"].block)
+        found = in_turn(runs, rounds, warm=2)
+    saved = next((folder / "without").glob("trainer/checkpoints/step-*"))
+    return compared(found, rounds, WORKS["cnn"].block, 1.0,
+                    sum(file.stat().st_size for file in saved.iterdir()))
+
+
+def measure_often(url: str, rounds: int, folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
     subject = make_subject(STEP_MB)
     inputs = torch.randn(BATCH, subject.width)
-    made = {name: Mirrored(subject, folder / name, url if name == "with" else None)
+    made = {name: Mirrored(subject, folder / f"often-{name}", url if name == "with" else None)
             for name in ("without", "with", "control")}
 
-    def block(of: Mirrored) -> float:
+    def turn(of: Mirrored) -> float:
         began = time.perf_counter()
-        of.save()
-        for _ in range(BLOCK):
-            subject.optimizer.zero_grad(set_to_none=True)
-            subject.model(inputs).square().mean().backward()
-            subject.optimizer.step()
+        for _ in range(SAVES):
+            of.save()
+            for _ in range(BLOCK):
+                subject.optimizer.zero_grad(set_to_none=True)
+                subject.model(inputs).square().mean().backward()
+                subject.optimizer.step()
         seconds = time.perf_counter() - began
         of.settle()
         of.wait()
-        return seconds
+        return seconds / SAVES
 
-    found = in_turn({name: (lambda of=of: block(of)) for name, of in made.items()}, pairs)
+    found = in_turn({name: (lambda of=of: turn(of)) for name, of in made.items()}, rounds)
     for of in made.values():
         of.close()
-    return {"bytes": subject.bytes, "n": pairs,
-            "step_ms": 1e3 * reporting.summary(found["without"])["median"] / BLOCK,
+    return compared(found, rounds, BLOCK, 1.0 / BLOCK, subject.bytes)
+
+
+def compared(found: dict[str, list[float]], rounds: int, steps: int, scale: float, size: int
+             ) -> dict[str, Any]:  # fmt: skip
+    """Ratios of turns, whose times, multiplied by `scale`, are those of a step."""
+    return {"bytes": size, "n": rounds, "steps": steps,
+            "step_ms": 1e3 * reporting.summary(found["without"])["median"] * scale,
             "with / without": reporting.interval(ratios(found["with"], found["without"])),
             "control / without": reporting.interval(ratios(found["control"], found["without"]))}
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Leave this process, and those that it starts, one core, which the store doesn't use."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def measure_save(url: str, megabytes: float, repeats: int, folder: Path,
@@ -229,6 +267,8 @@ def moto() -> Iterator[str]:
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)],
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(server.pid, cores - {min(cores)} or cores)
     endpoint = f"http://127.0.0.1:{port}"
     os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "benchmark",
                    "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1",
@@ -251,12 +291,14 @@ def moto() -> Iterator[str]:
 
 
 def show(found: dict[str, Any]) -> None:
-    if step := found.get("step"):
-        print(f"step: {step['step_ms']:.1f} ms, {step['bytes'] / 1e6:.0f} MB saved every {BLOCK} "
-              f"steps, n = {step['n']} blocks; median ratios (95 % interval)")
-        print(reporting.table(["", "ratio"], [
-            [name, reporting.within(step[name])]
-            for name in ("with / without", "control / without")]) + "\n")
+    for part, what in (("step", "small CNN"), ("often", "small MLP")):
+        if step := found.get(part):
+            print(f"{part}: {what}, {step['step_ms']:.1f} ms, {step['bytes'] / 1e6:.1f} MB saved "
+                  f"every {step['steps']} steps, n = {step['n']} turns; median ratios (95 % "
+                  "interval)")
+            print(reporting.table(["", "ratio"], [
+                [name, reporting.within(step[name])]
+                for name in ("with / without", "control / without")]) + "\n")
     if save := found.get("save"):
         print(f"save: {save['bytes'] / 1e6:.0f} MB, n = {save['n']}; medians (quartiles)")
         print(reporting.table(["", "held, ms", "on disk, ms", "in the store, ms"], [
@@ -276,7 +318,7 @@ def main() -> None:
     parser.add_argument("--parts", type=reporting.some_of(PARTS), default=",".join(PARTS),
                         help="(%(default)s)")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of save and stop (100)")
-    parser.add_argument("--pairs", type=int, default=20, help="of blocks in `step` (20)")
+    parser.add_argument("--pairs", type=int, default=20, help="turns of `step` and `often` (20)")
     parser.add_argument("--repeats", type=int, default=5, help="of save and stop (5)")
     parser.add_argument("--lightning", metavar="PYTHON", default=sys.executable,
                         help="interpreter that has lightning and s3fs; default: this one")
@@ -285,12 +327,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mirror-") as name, moto() as url:
         folder, size, repeats = Path(name), options.megabytes, options.repeats
         parts: dict[str, Callable[[], Any]] = {
-            "step": lambda: measure_step(f"{url}/step", options.pairs, folder),
+            "step": lambda: measure_step(options.pairs, folder),
+            "often": lambda: measure_often(f"{url}/often", options.pairs, folder),
             "save": lambda: measure_save(f"{url}/save", size, repeats, folder, options.lightning),
             "stop": lambda: measure_stop(f"{url}/stop", size, repeats, folder),
             "requests": lambda: count_requests(f"{url}/requests", STEP_MB, folder)}
-        for part in sorted(options.parts, key=("save", "stop", "requests", "step").index):
-            found[part] = parts[part]()
+        for part in sorted(options.parts, key=PARTS.index):
+            with one_core() if part in ("step", "often") else contextlib.nullcontext():
+                found[part] = parts[part]()
             show({part: found[part]})
     print(json.dumps({"benchmark": "mirror", **found}))
 

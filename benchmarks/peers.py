@@ -33,10 +33,10 @@ from examples import bare_loop
 from trainer.distributed import allocator
 
 NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "lightning-logging",
-         "accelerate-logging", "usual", "memory-kept", "independent", "canonical")
+         "accelerate-logging", "usual", "memory-kept", "independent", "canonical", "mirrored")
 """`control` is by-hand again; `memory-kept` is by-hand with the trainer's settings of glibc, which
 keep freed memory; `independent` ranks are by-hand without DDP; `canonical` is the trainer with
-`--parallel.reduction canonical`."""
+`--parallel.reduction canonical`, `mirrored` the trainer with a mirror."""
 FOREVER = 10**6
 
 
@@ -240,13 +240,14 @@ def accelerate(name: str, gate: Gate, ranks: int, folder: Path | None = None) ->
             gate.step()
 
 
-def ours(name: str, gate: Gate, ranks: int, folder: Path, reduction: str) -> None:
-    """This trainer with everything on; a block ends when its save is durable."""
+def ours(name: str, gate: Gate, ranks: int, folder: Path, *flags: str) -> None:
+    """This trainer with everything on; a block ends when its save is durable, and in the mirror."""
     work, loop = WORKS[name], trainer.loop.train
 
     def train(run: Any) -> Any:
         def wait_for_save() -> None:
-            while run.guard.checkpoint.in_flight is not None:
+            mirror = run.folder.mirror
+            while run.guard.checkpoint.in_flight is not None or (mirror and mirror.in_use):
                 time.sleep(0.0005)
 
         def turn(step: int) -> None:
@@ -262,10 +263,9 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path, reduction: str) -> Non
         f"--task={work.task}", f"--steps={FOREVER}", f"--batch.micro-size={micro}",
         f"--batch.global-size={micro * work.per_rank(ranks) * ranks}", "--eval.every=off",
         f"--checkpoint.every={work.block}", "--parallel.sync-bn=off", "--device=cpu",
-        f"--parallel.reduction={reduction}",
         f"--clip.norm={bare_loop.CLIP_NORM}", "--watchdog.limit-s=3600", "--world.timeout-s=3600",
         f"--precision.channels-last={'on' if work.channels_last else 'off'}",
-        "--log.level=warning", f"--run-dir={folder}",
+        "--log.level=warning", f"--run-dir={folder}", *flags,
     ]))  # fmt: skip
 
 
@@ -283,9 +283,12 @@ def main() -> None:
     logs = options.folder if name.endswith("-logging") else None
     match name.removesuffix("-logging"):
         case "trainer":
-            ours(model, gate, ranks, options.folder, "ddp")
+            ours(model, gate, ranks, options.folder)
         case "canonical":
-            ours(model, gate, ranks, options.folder, "canonical")
+            ours(model, gate, ranks, options.folder, "--parallel.reduction=canonical")
+        case "mirrored":
+            ours(model, gate, ranks, options.folder,
+                 f"--checkpoint.mirror=s3://benchmark/{options.folder.parent.name}")
         case "lightning":
             lightning(model, gate, rank, ranks, logs)
         case "accelerate":

@@ -44,7 +44,7 @@ class Contestant:
         self.name, self.seconds = name, list[float]()
         self._connections: list[socket.socket] = []
         self._log = folder / f"{name}.log"
-        path, threads = str(folder / f"{name}.socket"), max(1, (os.cpu_count() or 1) // ranks)
+        path, threads = str(folder / f"{name}.socket"), len(os.sched_getaffinity(0)) // ranks
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen(ranks)
@@ -55,7 +55,7 @@ class Contestant:
                  f"--nproc_per_node={ranks}", "-m", "benchmarks.peers", name, model, path,
                  str(folder / name)],
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=reporting.environment(OMP_NUM_THREADS=str(threads)),
+                env=reporting.environment(OMP_NUM_THREADS=str(max(1, threads))),
             )  # fmt: skip
         try:
             for _ in range(ranks):

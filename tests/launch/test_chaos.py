@@ -15,13 +15,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(("launcher", "faults", "runs"), [
-    ("launch", 4, 1), pytest.param("launch", 40, len(plans.SHAPES), marks=pytest.mark.long),
-    pytest.param("torchrun", 7, 1, marks=pytest.mark.long)])
-def test_runs_with_faults_of_every_kind_end_with_the_same_bits(launcher, faults, runs):
+@pytest.mark.parametrize(("options", "faults", "runs"), [
+    ([], 4, 1), pytest.param([], 40, len(plans.SHAPES), marks=pytest.mark.long),
+    pytest.param(["--launcher=torchrun"], 7, 1, marks=pytest.mark.long),
+    pytest.param(["--mirror"], 3, 1, marks=pytest.mark.long)],
+    ids=["few", "many", "torchrun", "mirror"])
+def test_runs_with_faults_of_every_kind_end_with_the_same_bits(options, faults, runs):
+    if "--mirror" in options:
+        pytest.importorskip("moto.server", reason="moto[server] is not installed")
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", "--faults", str(faults), "--seed", "1",
-         "--launcher", launcher], cwd=ROOT, capture_output=True, text=True, check=False)
+         *options], cwd=ROOT, capture_output=True, text=True, check=False)
 
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -288,12 +289,42 @@ def test_a_death_or_stop_of_one_rank_restarts_or_stops_all_nodes(tmp_path: Path)
     assert not list(differences(straight.run, first.run))
 
 
-def neighbours(folder: Path, *more: str, restarts: int = 0) -> tuple[Launch, Launch]:
-    """Two nodes on this machine with the same run folder."""
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_if_all_disks_of_two_nodes_are_lost_the_mirror_continues_on_two_nodes_and_on_one(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("obstore", reason="the extra trainer[remote] is not installed")
+    canonical = ["--task.norm=batch", "--parallel.reduction=canonical"]
+    mirror = f"--checkpoint.mirror=file://{tmp_path}/mirror"
+    for goal, saved in ((45, 40), (65, 60)):
+        first, second = neighbours(tmp_path, *canonical, mirror, runs=("node0", "node1"))
+        with first, second:
+            first.start(), second.start()
+            reach(goal, first, second)
+            wait_until(partial(first.events, "mirror", at_step=saved), "the upload", first, second)
+            for node in (first, second):
+                assert saved in {c["step"] for c in inspect(node.run)["checkpoints"]}
+                node.kill()
+        for node in (first, second):
+            shutil.rmtree(node.run)
+
+    (tmp_path / "hurry").touch()
+    last = finish(tmp_path / "node2", *training(tmp_path, *canonical, mirror), size=1)
+    straight = finish(tmp_path / "straight", *training(tmp_path, *canonical), size=1)
+    assert not list(differences(straight.run, last.run))
+    attempts = inspect(last.run)["attempts"]
+    assert [(a["attempt"], a["world_size"]) for a in attempts] == [(0, 2), (1, 2), (2, 1)]
+    assert attempts[-1]["start_step"] >= 60
+
+
+def neighbours(folder: Path, *more: str, restarts: int = 0,
+               runs: tuple[str, str] = ("run", "run")) -> tuple[Launch, Launch]:
+    """Two nodes on this machine, with the same run folder unless `runs` says otherwise."""
     options = ["--nnodes=2", f"--max-restarts={restarts}", "--private-network",
                f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    first, second = (Launch(folder / "run", *training(folder, *more), size=1, options=options)
-                     for _ in range(2))
+    first, second = (Launch(folder / run, *training(folder, *more), size=1, options=options)
+                     for run in runs)
     second.log = folder / "second.log"
     return first, second
 

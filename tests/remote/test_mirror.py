@@ -316,6 +316,22 @@ def test_a_network_that_fails_is_told_once_and_the_newest_save_is_uploaded_then(
     machine.uploads.close()
 
 
+def test_after_an_upload_the_thread_rests_and_the_newest_save_is_uploaded_then(
+        store, machine, monkeypatch):
+    monkeypatch.setattr(mirror_uploads, "SHARE", 1e-9)
+    machine.uploads.start()
+    for step in (1, 2, 3):
+        machine.save(step)
+        machine.uploads.offer(step, always=step == 2)
+        while steps(store) != [1] or not machine.uploads.in_use <= {2, 3}:
+            pass
+    assert (machine.uploads.in_use, machine.uploads.behind()) == ({3}, "")
+
+    assert machine.uploads.drain(lambda: 1.0)
+    assert steps(store) == [1, 3]
+    machine.uploads.close()
+
+
 @pytest.mark.parametrize("left_s", [30.0, 3.0])
 def test_at_a_stop_it_is_said_whether_the_save_fits_into_the_time(store, machine, left_s):
     machine.save(1, size=1000)

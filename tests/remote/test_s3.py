@@ -176,6 +176,27 @@ def test_the_message_of_a_refused_request_has_no_secrets(server, status, kind):
     assert not any(secret in str(caught.value) for secret in (SECRET, TOKEN))
 
 
+def test_s3_answers_200_to_a_deletion_that_is_not_permitted(server):
+    store, moto = ObjectStore.open(server.bucket()), server._moto
+
+    def refuse(environ, start_response):
+        if not environ["QUERY_STRING"].startswith("delete"):
+            return moto(environ, start_response)
+        start_response("200 OK", [])
+        return [b"<DeleteResult><Error><Key>a</Key><Code>AccessDenied</Code>"
+                b"<Message>Access Denied</Message></Error></DeleteResult>"]
+    server._moto = refuse
+
+    with pytest.raises(AccessDenied, match="Access Denied"):
+        store.delete(["a", "b"])
+
+
+def test_over_https_the_content_is_not_hashed_for_the_signature(server, monkeypatch):
+    assert "unsigned_payload" not in ObjectStore.open("s3://bucket")._store.config
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://localhost")
+    assert ObjectStore.open("s3://bucket")._store.config["unsigned_payload"]
+
+
 @pytest.mark.parametrize(("url", "remedy"), [
     ("s3://user:pass1word@bucket/x", "set the provider's environment variables"),
     ("s3://bucket/x?sig=pass1word", "set the provider's environment variables"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,7 +12,8 @@ pytest.importorskip("obstore", reason="the extra trainer[remote] is not installe
 import torch
 from mirrors import RUN, Cut, FaultyStore, Machine
 
-from trainer.checkpoint.mirror import Mirror, MirrorSource
+from trainer.checkpoint.mirror import Mirror, MirrorSource, Owner
+from trainer.checkpoint.mirror_fence import Fence
 from trainer.checkpoint.restore import find_checkpoint
 from trainer.config.schema import Checkpoint, Config
 from trainer.distributed.world import LaunchInfo, World
@@ -100,7 +102,21 @@ def test_a_launcher_that_restarts_its_ranks_needs_no_mirror_but_takes_none_back(
     def cut(operation, key):
         raise Cut("no route to host")
     machine.store.before = cut
-    assert look(world).entries == ()
+    source = look(world)
+    assert (source.entries, source.is_reached) == ((), False)
     assert "the mirror can't be reached" in machine.console.getvalue()
     with pytest.raises(MirrorFailed, match=r"no route to host\. Check the URL.* a restart tries"):
         look(other)
+
+
+@pytest.mark.parametrize(("launch", "is_taken"), [("mine", False), ("other", True)])
+def test_a_start_that_could_not_read_the_mirror_takes_none_back(tmp_path, machine, launch,
+                                                                is_taken):
+    beside = machine.store.beside()
+    Fence(Mirror(beside)).take(Owner(run=RUN, generation=2, nonce="b", launch=launch, host="b"))
+    late = Machine(tmp_path / "second", machine.store)
+    late.uploads.fence.take_later(Owner(run=RUN, generation=5, nonce="c", launch="mine"))
+
+    with pytest.raises(MirrorTaken) if is_taken else nullcontext():
+        late.upload(4)
+    assert [e.step for e in Mirror(beside).entries()] == [1, 2] + [4] * (not is_taken)

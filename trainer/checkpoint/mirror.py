@@ -26,7 +26,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, parse_manifest
+from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, Listing, parse_manifest
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
@@ -157,16 +157,14 @@ class Mirror:
         """The bytes of a file of a manifest, in parts; verified after the last one."""
         key, file = f"{manifest['data']}/{name}", manifest["files"][name]
         place = f"{layout.step_name(manifest['step'])} in the mirror"
-        hasher, size = xxhash.xxh3_128(), 0
+        listing = Listing(self.store.download(key, file["bytes"]))
         try:
-            for part in self.store.download(key, file["bytes"]):
-                hasher.update(part)
-                size += len(part)
+            for part in listing:
                 self._progress()
                 yield part
         except Missing as error:
             raise CheckpointDamaged(f"{place}: {key} is missing") from error
-        if (size, hasher.hexdigest()) != (file["bytes"], file["xxh3_128"]):
+        if listing.entry != file:
             raise CheckpointDamaged(f"{place}: {name} doesn't match its checksum")
 
     def verify(self, entry: MirrorEntry) -> None:
@@ -216,6 +214,7 @@ class MirrorSource:
 
     Args:
         entries, products: the checkpoints, and the products of the finished run.
+        is_reached: whether the store has answered.
         log: gets a line and an event for each download.
         claim: called before a download, to take the lock of the run folder.
     """
@@ -223,9 +222,10 @@ class MirrorSource:
     def __init__(
         self, mirror: Mirror | None = None, *, owner: Owner | None = None,
         entries: Sequence[MirrorEntry] = (), products: Sequence[MirrorEntry] = (),
-        log: Log | None = None, claim: Callable[[], object] = lambda: None,
+        log: Log | None = None, claim: Callable[[], object] = lambda: None, is_reached: bool = True,
     ) -> None:  # fmt: skip
         self.mirror, self.owner, self.entries = mirror, owner, entries
+        self.is_reached = is_reached
         self._products, self._log, self._claim = products, log or Log(), claim
         self._fetched: set[MirrorEntry] = set()
 

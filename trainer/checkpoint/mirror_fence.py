@@ -22,7 +22,12 @@ class Fence:
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror, self.owner = mirror, Owner(run="", generation=0, nonce="")
-        self.is_held = False
+        self.is_held = self._is_late = False
+
+    def take_later(self, owner: Owner) -> None:
+        """Leave it to the first upload to take the mirror: at the start it couldn't be read. A
+        later start may have it by then, so the owner may only be of the same launcher."""
+        self.owner, self._is_late = owner, True
 
     def take(self, owner: Owner) -> None:
         """Become the owner of the mirror, and check that the store refuses writes whose condition
@@ -30,7 +35,9 @@ class Fence:
         faster; ConfigError if the store ignores conditions."""
         self.owner = owner
         found = self.mirror.owner()
-        if found is not None and found[0] != owner and found[0].generation >= owner.generation:
+        if found is not None and found[0] != owner and (
+                found[0].generation >= owner.generation
+                or (self._is_late and found[0].launch != owner.launch)):
             raise self._taken(found[0])
         self._swap(owner, None if found is None else found[1])
         store, data = self.mirror.store, owner.encode()

@@ -1,7 +1,8 @@
 """Upload checkpoints to the mirror in a thread beside the training.
 
 At most one upload is in progress and one waits: a newer save takes the place of the one that waits.
-A failure is repeated after a pause, and no step ever waits for the network.
+A failure is repeated after a pause, and no step ever waits for the network. After each upload the
+thread rests, so that uploads take at most a small share of the processor time.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from trainer.checkpoint.mirror_fence import Fence
 from trainer.checkpoint.mirror_writer import MirrorPolicy, MirrorWriter
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
+from trainer.distributed.device import share_of_cores
 from trainer.errors import CheckpointDamaged, MirrorTaken
 from trainer.storage.object_store import StoreError
 from trainer.telemetry.events import Log
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after a failed upload; doubled up to the longest one."""
+SHARE, THREADS = 0.01, 2.0
+"""Part of the processor time of this process's cores that uploads may take: they are followed by a
+rest. Processor time of an upload in all threads, obstore's too, per second of it in this one."""
 END_LIMIT_S = 300.0
 """Seconds for which uploads may fail in a row at the end of a run, before it ends without them."""
 
@@ -107,7 +112,7 @@ class MirrorUploads:
         """How far the mirror is behind, while a save waits for an earlier one or uploads fail."""
         with self._changed:
             oldest = self._active or self._waiting
-            if oldest is None or (self._waiting is None and self.failure is None):
+            if oldest is None or (self.failure is None and None in (self._active, self._waiting)):
                 return ""
             return f"mirror {self._clock() - oldest.since_s:.0f} s behind"
 
@@ -168,7 +173,9 @@ class MirrorUploads:
 
     def _work(self) -> None:
         pause_s = FIRST_PAUSE_S
+        cores = share_of_cores(1)
         while (upload := self._next()) is not None:
+            began_s = time.thread_time()
             try:
                 self._upload(upload)
             except MirrorTaken as error:
@@ -188,6 +195,12 @@ class MirrorUploads:
             else:
                 self._succeed()
                 pause_s = FIRST_PAUSE_S
+                self._rest(THREADS * (time.thread_time() - began_s) / (SHARE * cores))
+
+    def _rest(self, seconds: float) -> None:
+        """Wait, but not at the end of the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_last or self._is_closed, seconds)
 
     def _next(self) -> _Upload | None:
         """The next upload; None after `close`."""
@@ -255,6 +268,6 @@ class MirrorUploads:
             self.failure = why
             self._waiting, self._active = self._waiting or upload, None
             self._changed.notify_all()
-            # At the end of the run the pause is short; a newer save doesn't shorten it.
-            self._changed.wait_for(lambda: self._is_last or self._is_closed, pause_s)
+        self._rest(pause_s)  # a newer save doesn't shorten it
+        with self._changed:  # the end of the run does
             self._changed.wait_for(lambda: self._is_closed, FIRST_PAUSE_S * self._is_last)

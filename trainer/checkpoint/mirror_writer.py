@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class MirrorWriter:
         try:
             self._mirror.verify(entry)
         except CheckpointDamaged as error:
-            self._forget(entry)
+            self._forget([entry])
             raise StoreError(f"read back, {error}") from error
 
     def prune(self) -> None:
@@ -144,15 +144,9 @@ class MirrorWriter:
             self.manifests[entry]["best"], *self.manifests[entry].get("kept", ()))}
         protect |= {max((e.step for e in saved if e.step <= self.manifests[entry]["good"]),
                         default=0) for entry in kept}  # to which a rollback would go
-        for entry in saved[: -self._policy.keep]:
-            if entry.step not in protect and not (every and entry.step % every == 0):
-                self._forget(entry)
-        for entry in products[:-1]:
-            self._forget(entry)
-        used = {record_key(name, digest) for manifest in self.manifests.values()
-                for name, parts in manifest["records"].items() for digest, _ in parts}
-        self._delete(sorted(self._records - used))
-        self._records &= used
+        self._forget([*products[:-1], *(
+            entry for entry in saved[: -self._policy.keep]
+            if entry.step not in protect and not (every and entry.step % every == 0))])
 
     def _commit(self, entry: MirrorEntry, manifest: dict[str, Any], folder: Path) -> None:
         """Upload the files of a manifest, then the manifest."""
@@ -200,25 +194,28 @@ class MirrorWriter:
                     self._records.add(key)
         return parts
 
-    def _forget(self, entry: MirrorEntry) -> None:
-        """Delete a manifest, then its files."""
-        manifest = self.manifests[entry]
-        if self._delete([entry.key]):
-            del self.manifests[entry]
-            self._delete([f"{manifest['data']}/{name}" for name in manifest["files"]])
+    def _forget(self, entries: Sequence[MirrorEntry]) -> None:
+        """Delete manifests, then their files, and records that no other manifest has."""
+        unused = list[str]()
+        if self._delete([entry.key for entry in entries]):
+            for manifest in map(self.manifests.pop, entries):
+                unused += [f"{manifest['data']}/{name}" for name in manifest["files"]]
+        used = {record_key(name, digest) for manifest in self.manifests.values()
+                for name, parts in manifest["records"].items() for digest, _ in parts}
+        self._delete([*unused, *sorted(self._records - used)])
+        self._records &= used
 
-    def _delete(self, keys: Iterable[str]) -> bool:
+    def _delete(self, keys: Sequence[str]) -> bool:
         """Delete objects, as the owner. Returns whether that is permitted."""
-        for key in keys if self._may_delete else ():
+        if keys and self._may_delete:
             self._fence.check()
             try:
-                self._objects.delete([key])
+                self._objects.delete(keys)
             except AccessDenied as error:
                 self._may_delete = False
                 self._log.event("mirror-not-pruned", why=str(error))
                 self._log.warning("the credentials don't permit to delete objects of the mirror: "
                                   f"it keeps all checkpoints ({error})")
-                break
         return self._may_delete
 
 

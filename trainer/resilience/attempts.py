@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainer.storage.records import Kind, is_count, is_text, optional
 from trainer.telemetry.events import ALWAYS
 
 Event = Mapping[str, Any]
+Key = tuple[int, str | None]
 
 RUN = Kind(needed={"run": is_text, "attempt": is_count}, known={"launch": optional(is_text)})
 """Content of run.json."""
@@ -51,30 +52,40 @@ class Attempt:
         return None if self.reached is None else self.reached + 1
 
 
+def by_attempt(events: Iterable[Event]) -> Iterator[tuple[Key, Event]]:
+    """Each event with number and nonce of its attempt. The launcher's have no nonce: they are of
+    the latest attempt with their number."""
+    latest: dict[int, str | None] = {}
+    for event in events:
+        if event.keys() >= ALWAYS:
+            number = event["attempt"]
+            latest[number] = event.get("nonce", latest.get(number))
+            yield (number, latest[number]), event
+
+
 def read_attempts(events: Iterable[Event], owner: str | None = None) -> list[Attempt]:
     """All attempts, in order, from events in order. An attempt without an event of its end died,
-    unless `owner`, the nonce of the living owner of the run folder, is its own."""
-    attempts: dict[int, Attempt] = {}
-    reached: dict[int, int | None] = {}
-    for event in events:
-        if not event.keys() >= ALWAYS:
-            continue
-        number, name = event["attempt"], event["event"]
-        if name == "start" and (event["rank"] == 0 or number not in attempts):
+    unless `owner`, the nonce of the living owner of the run folder, is its own. Two attempts may
+    have the same number: on an empty disk, the number of one that no mirror knows is given again.
+    """
+    attempts: dict[Key, Attempt] = {}
+    reached: dict[Key, int | None] = {}
+    for key, event in by_attempt(events):
+        if event["event"] == "start" and (event["rank"] == 0 or key not in attempts):
             # Use rank 0's event; in the folder of a node without rank 0, the first one.
-            reached[number] = event.get("reached") if event["rank"] == 0 else None
-            attempts[number] = Attempt(
-                number=number, world_size=event.get("world_size", 0), start_step=event["step"],
-                end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
-                nonce=event.get("nonce"))
-        elif number in attempts:
-            _add(attempts[number], event)
-    found = [attempts[number] for number in sorted(attempts)]
+            reached[key] = event.get("reached") if event["rank"] == 0 else None
+            attempts[key] = Attempt(
+                number=key[0], nonce=key[1], world_size=event.get("world_size", 0),
+                start_step=event["step"], end_step=event["step"], launch=event.get("launch"),
+                version=event.get("version"))
+        elif key in attempts:
+            _add(attempts[key], event)
+    found = list(attempts.values())
     for attempt in found[-1:]:
         if attempt.end == "died" and owner is not None and attempt.nonce == owner:
             attempt.end = "running"
     for attempt, following in itertools.pairwise(found):
-        attempt.reached = reached[following.number]
+        attempt.reached = reached[following.number, following.nonce]
         attempt.relaunched = attempt.launch is not None and attempt.launch == following.launch
     return found
 

@@ -218,8 +218,7 @@ def _enter_folder(
         [command_line.to_toml(config), resumption.circumstances["code"]])
     run_dir.begin(path, events, world, log, position=resumption.position, version=version,
                   max_same_step=config.restart.max_same_step)
-    world.fail_together(partial(mirroring.take, folder.mirror, folder.identity, folder.generation,
-                                path, world, log))
+    world.fail_together(partial(mirroring.take, folder, path, world, log))
     copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run_id, world, log)
     if folder.mirror is not None:
         folder.mirror.start()

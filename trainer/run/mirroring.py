@@ -20,8 +20,7 @@ from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, MirrorFailed, MirrorTaken
 from trainer.run import run_dir
-from trainer.run.context import Context
-from trainer.run.run_dir import RunIdentity
+from trainer.run.context import Context, RunFolder
 from trainer.storage import layout
 from trainer.storage.files import replace_json
 from trainer.storage.object_store import AccessDenied, Missing, StoreError
@@ -59,7 +58,7 @@ def look(context: Context, claim: Callable[[], object]) -> MirrorSource:
             raise MirrorFailed(f"{text}; a restart tries again") from None
         log.warning("the mirror can't be reached, so the checkpoints of this disk are used: "
                     f"{error}")
-        return MirrorSource(mirror)
+        return MirrorSource(mirror, is_reached=False)
     if source.owner is None and source.entries:
         raise ConfigError(f"--checkpoint.mirror {url}: it has checkpoints and no object owner, so "
                           "another program has changed it; choose another URL.")
@@ -96,17 +95,17 @@ def next_generation(source: MirrorSource, store: Store, world: World) -> int:
     return 1 + latest if world.broadcast_json(source.mirror is not None) else 0
 
 
-def take(uploads: MirrorUploads | None, identity: RunIdentity, generation: int, path: Path,
-         world: World, log: Log) -> None:
+def take(folder: RunFolder, path: Path, world: World, log: Log) -> None:
     """On rank 0, become the owner of the mirror. Raises MirrorTaken if another start was faster,
     and ConfigError if the mirror can't be written."""
+    uploads, identity, generation = folder.mirror, folder.identity, folder.generation
     if uploads is None:
         return
     launch, url = run_dir.launch_id(world), uploads.fence.mirror.store.url
     owner = Owner(run=identity.run_id, generation=generation, nonce=world.nonce,
                   attempt=identity.attempt, launch=launch, host=socket.gethostname())
     try:
-        uploads.fence.take(owner)
+        (uploads.fence.take if folder.source.is_reached else uploads.fence.take_later)(owner)
     except StoreError as error:
         if isinstance(error, AccessDenied) and not _is_restarted(path, launch):
             raise ConfigError(f"--checkpoint.mirror {url}: it can't be written: {error}. Check the "

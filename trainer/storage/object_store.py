@@ -10,9 +10,9 @@ import fcntl
 import re
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,12 @@ SCHEMES = ("s3", "gs", "az", "file")
 PART_BYTES, MOST_PARTS, PARALLEL = 8 << 20, 9000, 6
 """Size of the parts of an upload and of a download, the most parts of an object (S3 allows 10,000),
 and how many are on their way at a time."""
+ANSWER_S, PART_S = 5.0, 120.0
+"""Longest wait for an answer, and for each next piece of its content; longest upload of a part."""
+RETRIES, RETRY_S = 2, 10.0
+"""How often a request is repeated, and seconds after its start from which it isn't any more."""
+S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Environment variables that name another server than Amazon's; the first one counts."""
 
 Version = dict[str, str]
 """Identifies the content of an object, for a conditional write."""
@@ -76,13 +82,15 @@ def path_or_url(text: str) -> Path | str:
 
 class ObjectStore:
     """The objects below a URL, by key. Thread-safe. All methods raise StoreError. `folder` is that
-    of a `file://` store, whose conditional writes need a lock."""
+    of a `file://` store, whose conditional writes need a lock. `uploads` is as `store`, with the
+    longer time limit of uploads and deletions."""
 
-    def __init__(self, store: Any, url: str, *, folder: Path | None = None) -> None:
+    def __init__(self, store: Any, url: str, *, folder: Path | None = None,
+                 uploads: Any = None) -> None:
         import obstore
 
         self.url, self.folder = url, folder
-        self._store, self._api = store, cast(Any, obstore)
+        self._store, self._uploads, self._api = store, uploads or store, cast(Any, obstore)
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> ObjectStore:
@@ -100,11 +108,18 @@ class ObjectStore:
                 elif not folder.is_dir():
                     raise Missing("there is no such folder")
                 return cls(LocalStore(folder), url, folder=folder)
-        client: Any = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=5),
-                  "allow_http": True}  # only of an endpoint that is http:// itself
-        retry: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
+        retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
+        # A limit of the wait for an answer would include the time in which a part is sent.
+        uploads: Any = {"timeout": timedelta(seconds=PART_S), "allow_http": True,  # if it is http://
+                        "connect_timeout": timedelta(seconds=ANSWER_S)}
+        others: Any = {**uploads, "read_timeout": timedelta(seconds=ANSWER_S)}
+        # Over https, a signature of the content would add nothing but half of an upload's work.
+        is_plain = any(os.environ.get(name, "").startswith("http://") for name in S3_ENDPOINTS)
+        config: Any = {"unsigned_payload": True} if parts.scheme == "s3" and not is_plain else None
         with _translated(url):
-            return cls(from_url(url.rstrip("/"), client_options=client, retry_config=retry), url)
+            stores = [from_url(url.rstrip("/"), config=config, client_options=options,
+                               retry_config=retry) for options in (others, uploads)]
+            return cls(stores[0], url, uploads=stores[1])
 
     def put_new(self, key: str, data: bytes) -> None:
         """Write a new object; raises Conflict if it exists (`If-None-Match: *`)."""
@@ -113,7 +128,7 @@ class ObjectStore:
 
     def put(self, key: str, data: bytes) -> None:
         with _translated(key):
-            self._api.put(self._store, key, data)
+            self._api.put(self._uploads, key, data)
 
     def replace(self, key: str, data: bytes, version: Version) -> None:
         """Overwrite an object if it still has this version, else raise Conflict (`If-Match`)."""
@@ -145,9 +160,9 @@ class ObjectStore:
             if size <= PART_BYTES:
                 data = file.read()
                 on_chunk(memoryview(data))
-                self._api.put(self._store, key, data)
+                self._api.put(self._uploads, key, data)
                 return
-            self._api.put(self._store, key, _chunks(file, part, on_chunk), chunk_size=part,
+            self._api.put(self._uploads, key, _chunks(file, part, on_chunk), chunk_size=part,
                           max_concurrency=PARALLEL)
 
     def download(self, key: str, size: int) -> Iterator[memoryview]:
@@ -173,11 +188,14 @@ class ObjectStore:
                 for meta in batch:
                     yield StoredObject(meta["path"], meta["size"])
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, which may be missing."""
-        for key in keys:
-            with suppress(Missing), _translated(key):
-                self._api.delete(self._store, key)
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, which may be missing; S3 and Azure do many by one request."""
+        try:
+            with _translated(keys[0]):
+                self._api.delete(self._uploads, keys)  # many take their time
+        except Missing:  # the others may be left
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
 
 
 def _chunks(file: Any, size: int, on_chunk: Callable[[memoryview], object]) -> Iterator[bytes]:
@@ -207,6 +225,8 @@ def _translated(key: str) -> Iterator[None]:
     except (exceptions.BaseError, NotImplementedError, OSError) as error:
         if "status code: 404" in str(error):  # of a bucket
             raise Missing(_message(error)) from None
+        if re.search(r"\(code: (AccessDenied|403)\b", str(error)):  # of one object of many
+            raise AccessDenied(_message(error)) from None
         raise StoreError(f"{key}: {_message(error)}") from None
 
 

@@ -17,6 +17,8 @@ import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
+from trainer.storage.object_store import S3_ENDPOINTS
+
 KEPT = timedelta(days=1)
 """Younger uploads may be those of a living writer."""
 _UPLOAD = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
@@ -50,8 +52,8 @@ def _request(method: str, path: str, query: Mapping[str, str]) -> str:
     """A signed request to the S3 endpoint of the environment; returns the body."""
     env = os.environ
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1"
-    endpoint = (env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-                or env.get("AWS_ENDPOINT") or f"https://s3.{region}.amazonaws.com").rstrip("/")
+    endpoint = next(filter(None, map(env.get, S3_ENDPOINTS)),
+                    f"https://s3.{region}.amazonaws.com").rstrip("/")
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     headers = {"host": urllib.parse.urlsplit(endpoint).netloc, "x-amz-date": moment,
                "x-amz-content-sha256": hashlib.sha256(b"").hexdigest()}

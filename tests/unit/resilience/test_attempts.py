@@ -88,3 +88,13 @@ def test_the_cause_of_an_attempt_is_its_first_primary_failure() -> None:
 
     assert attempt.cause is events[2]
     assert failure_sentence(attempt.cause) == "rank 1, step 12 (train), attempt 0: ValueError: x"
+
+
+def test_two_attempts_of_lost_disks_may_have_the_same_number() -> None:
+    first, second = (start(1) | {"nonce": nonce} for nonce in "ab")
+    death = event(1, "death", failed_step=12, why="was killed")  # the launcher knows no nonce
+
+    attempts = read_attempts([first, event(1, "stop", exit_code=75, nonce="a"), second, death])
+
+    assert [(a.number, a.nonce, a.end) for a in attempts] == [(1, "a", "stopped"), (1, "b", "died")]
+    assert attempts[1].cause is death

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, FileDamaged
-from trainer.resilience.attempts import RUN, Attempt, Event, read_attempts
+from trainer.resilience.attempts import RUN, Attempt, Event, Key, by_attempt, read_attempts
 from trainer.run.run_dir import ENVIRONMENT, SUMMARY
 from trainer.storage import layout
 from trainer.storage.jsonl import read_records
@@ -169,14 +169,14 @@ def attempt_times(
 ) -> list[AttemptTimes]:
     """Return the times of each attempt. Attempts do not overlap."""
     attempts = read_attempts(events, owner)
-    of_attempt: dict[int, list[Event]] = {attempt.number: [] for attempt in attempts}
-    for event in events:
-        of_attempt.get(event["attempt"], []).append(event)
+    of_attempt: dict[Key, list[Event]] = {(a.number, a.nonce): [] for a in attempts}
+    for key, event in by_attempt(events):
+        of_attempt.get(key, []).append(event)
     found: list[AttemptTimes] = []
     for attempt, following in _pairs(attempts):
         limit = None if following is None else min(
-            event["time"] for event in of_attempt[following.number])
-        found.append(_times_of(attempt, of_attempt[attempt.number],
+            event["time"] for event in of_attempt[following.number, following.nonce])
+        found.append(_times_of(attempt, of_attempt[attempt.number, attempt.nonce],
                                [t for t in timing if t["attempt"] == attempt.number], limit))
     for before, after in itertools.pairwise(found):
         before.over = min(before.over, max(before.begun, after.begun))
