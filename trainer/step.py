@@ -239,6 +239,8 @@ class Step:
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     after_step: Callable[[nn.Module, int], None] | None = None
     """That of the task."""
+    trial: Callable[[int], None] | None = None
+    """Called at the beginning of the step that follows two updates."""
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
 
@@ -285,6 +287,9 @@ class Step:
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.trial is not None and step > 2 * len(self.computes.turns):
+            self.trial, trial = None, self.trial
+            trial(step)
         for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
             if self._epochs is not None:

@@ -16,6 +16,12 @@ OPTIMIZER = "--task=brought_task:Regression", "--optim.name"
     (["--task=brought_task:Mean"], "Outcome.total of a batch is"),
     (["--task=brought_task:MeanMetric"], "the sum of 'error' of a batch is"),
     (["--task=brought_task:Outside"], "(Parameter of shape ()), so they would be neither trained"),
+    (["--task=brought_task:Slope"], "the gradient of weight, bias for a batch is not the sum"),
+    (["--task=brought_task:Penalty"], "the loss can't be computed without gradients, as a"),
+    (["--task=brought_task:HiddenStatistics"],
+     "after training forwards, an evaluation of the first samples gives another Outcome.total"),
+    (["--task=brought_task:HiddenTeacher"],
+     "after two updates, a second computation of the first samples gives another Outcome.total"),
     ([*OPTIMIZER, "brought_task:Listing"], "not be the same after a restart (weight: history"),
 ])
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,8 +12,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +29,6 @@ from trainer.checkpoint.train_state import (
     model_tensors,
 )
 from trainer.distributed.comm_timer import CommunicationTimer
-from trainer.distributed.ddp import Objective
 from trainer.distributed.replica_check import checksums
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.named_optimizers import turns_of
@@ -121,37 +119,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             if name not in one or name not in other or not same(one[name], other[name])]
 
 
-@dataclass(frozen=True)
-class ForwardObservation:
-    """The loss after a forward, and attributes of the modules."""
-
-    loss: float
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, objective: Objective) -> ForwardObservation:
-        loss = objective.accumulator.totals[-1]
-        return cls(float(loss), values(objective.model, of=_summary, state=False, most=MOST_VALUES))
-
-
-def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
-    """A warning if two computations of a micro-batch with equal state differ, or ""."""
-    differs = not same(one.loss, other.loss)
-    if names := differing(one.attributes, other.attributes):
-        what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
-                "gives other bits" if differs else
-                "a restart gives other bits if any result depends on it")
-        return (f"the model's forward changes {listed(names)}, which no checkpoint holds; {what}. "
-                "Make it a buffer (register_buffer with a tensor, changed in place)")
-    if differs:
-        return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
-                f"{other.loss:.9g}): it depends on a counter, a random generator or the clock, so a"
-                " restart gives other bits. Make it a buffer, and draw from torch, numpy.random or "
-                "random directly")
-    return ""
-
-
-def _summary(tensor: Tensor) -> Any:
+def short_form(tensor: Tensor) -> Any:
     """A few bytes that represent a tensor in comparisons."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return str(tensor.shape)
@@ -162,33 +130,69 @@ def _summary(tensor: Tensor) -> Any:
 
 
 def unequal_sums(
-    compute: Callable[[Any, int], Outcome], whole: Any, halves: tuple[Any, Any], *,
-    tolerance: float,
-) -> list[str]:  # fmt: skip
-    """What differs between the sums of a batch and those of its halves, one sentence each; nothing
-    if the loss is random or not finite.
+    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any,
+    halves: Sequence[Any], *, tolerance: float,
+) -> list[str] | None:  # fmt: skip
+    """What differs between the sums and gradients of a batch and those of its halves, one sentence
+    each; None if the loss is random. The model's gradients are lost.
 
     Args:
         compute: the outcome of a batch, with random numbers that a key selects.
         tolerance: for rounding, relative to max(1, |sum|).
     """
-    one, another = _sums(compute(whole, 1)), _sums(compute(whole, 2))
-    if one != another or not math.isfinite(one["Outcome.total"]):
+    one, slopes = _sums_and_gradients(compute, model, [whole], 1)
+    if not math.isfinite(one["Outcome.total"]):
         return []
-    parts = [_sums(compute(half, 1)) for half in halves]
-    return [f"{name} of a batch is {value:.6g}, but {added:.6g} for the same samples in two batches"
-            for name, value in one.items()
-            if not abs(value - (added := sum(part.get(name, math.nan) for part in parts)))
-            <= tolerance * max(1.0, abs(value))]
+    added, added_slopes = _sums_and_gradients(compute, model, halves, 1)
+    problems = [f"{name} of a batch is {value:.6g}, but {added.get(name, math.nan):.6g} for the "
+                "same samples in two batches" for name, value in one.items()
+                if not abs(value - added.get(name, math.nan)) <= tolerance * max(1.0, abs(value))]
+    if not problems and (names := _unequal_gradients(slopes, added_slopes, tolerance)):
+        problems = [f"the gradient of {listed(names)} for a batch is not the sum of those for the "
+                    "same samples in two batches"]
+    if problems:
+        again, slopes_again = _sums_and_gradients(compute, model, [whole], 2)
+        if again != one or differing(slopes, slopes_again):
+            return None
+    return problems
 
 
-def _sums(outcome: Outcome) -> dict[str, float]:
+def _unequal_gradients(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
+) -> list[str]:
+    norms = {name: float(slope.norm()) for name, slope in one.items()}
+    least = GRADIENT_TOLERANCE * 1e-3 * math.hypot(*norms.values())
+    share = max(GRADIENT_TOLERANCE, tolerance)
+    return [name for name, norm in norms.items() if name in other
+            and float((one[name] - other[name]).norm()) > least + share * norm]
+
+
+def _sums_and_gradients(
+    compute: Callable[[Any, int], Outcome], model: nn.Module, parts: Sequence[Any], key: int
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The added sums of some batches, and their added gradients where these are dense."""
+    model.zero_grad(set_to_none=True)
+    added = dict[str, float]()
+    for part in parts:
+        outcome = compute(part, key)
+        found = sums(outcome)
+        added = {name: value + added.get(name, 0.0) for name, value in found.items()}
+        if (total := check_outcome(outcome)[0]).requires_grad:
+            total.backward()
+    slopes = {name: parameter.grad for name, parameter in model.named_parameters()
+              if parameter.grad is not None and parameter.grad.layout == torch.strided}
+    model.zero_grad(set_to_none=True)
+    return added, slopes
+
+
+def sums(outcome: Outcome) -> dict[str, float]:
+    """The sums of an outcome by name."""
     total, metrics = check_outcome(outcome)
-    sums: dict[str, Any] = {"Outcome.total": total, "Outcome.count": outcome.count}
+    found: dict[str, Any] = {"Outcome.total": total, "Outcome.count": outcome.count}
     for name, (value, count) in metrics.items():
-        sums |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
+        found |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
     return {name: float(value.detach() if isinstance(value, Tensor) else value)
-            for name, value in sums.items()}
+            for name, value in found.items()}
 
 
 def foreign_leaves(total: Tensor, model: nn.Module) -> list[tuple[Any, str]]:
@@ -211,6 +215,9 @@ FOREIGN = ("the loss depends on trainable tensors that are no parameters of the 
            "with them under torch.no_grad() or after requires_grad_(False).")
 SUMS = ("return the sum over the samples, and their number (or tokens, or weights) as the count, "
         "not a mean.")
+GRADIENT_TOLERANCE = 1e-2
+"""Tolerance for rounding between the gradients for a batch and for its halves, relative to their
+norms; a thousandth of it relative to the norm of all gradients."""
 
 
 def check_state_dict(model: nn.Module) -> None:
@@ -276,7 +283,7 @@ def watch_optimizer(state: TrainState, log: Log) -> None:
         if next(updates) % rounds:
             return
         public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
-        found = values(public, of=_summary, most=MOST_VALUES)
+        found = values(public, of=short_form, most=MOST_VALUES)
         observed.append({n: v for n, v in found.items()
                          if not {"state", "param_groups", "defaults"} & {*n.split(".")}})
         if len(observed) < 2:
