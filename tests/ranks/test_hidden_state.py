@@ -35,8 +35,8 @@ def test_state_that_a_checkpoint_holds_is_restored(ranks, undisturbed, tmp_path,
     ("optim.name=hidden_task:keeps_tensor", "its groups have 't', a Tensor"),
     ("optim.name=hidden_task:keeps_elsewhere",
      "it has a state under 'all', which is not a parameter"),
-    ("optim.name=hidden_task:keeps_optimizer", "its attribute inner[0], a SGD, has a separate "
-     "state (share the outer one: self.inner[0].state = self.state)"),
+    ("optim.name=hidden_task:keeps_optimizer", "its next update would not be the same after a"),
+    ("optim.name=hidden_task:keeps_attribute", "its next update would not be the same after a"),
 ])  # fmt: skip
 def test_state_that_cannot_be_restored_or_differs_between_ranks_is_refused(
     ranks, tmp_path, capfd, flag, message
@@ -60,7 +60,6 @@ def test_a_step_with_unused_parameters_is_refused(ranks, tmp_path, capfd):
     ("task.way=counting data", "of the training data differ when they are read again"),
     ("task.way=ordering data", "or set_epoch() continues from the previous epoch; a restart"),
     ("task.way=drawn data", "training data cache the random numbers of their first read"),
-    ("optim.name=hidden_task:keeps_attribute", "an update changes its attribute count"),
     ("task.way=", ""), ("task.way=draws", ""),
 ])  # fmt: skip
 def test_only_state_that_no_checkpoint_holds_is_reported(ranks, tmp_path, capfd, flag, message):

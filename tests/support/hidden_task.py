@@ -170,6 +170,7 @@ class Keeps(torch.optim.Optimizer):
                         self.state["all"] = {"count": 1}
                     case "attribute":
                         self.count += 1
+                        parameter.mul_(1 - 0.01 * self.count)
                     case "optimizer":
                         self.inner[0].step()
                         break

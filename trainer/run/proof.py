@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainer import rng
 from trainer.checkpoint.train_state import (
     CONFIGURED,
     TrainState,
@@ -34,7 +34,6 @@ from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.named_optimizers import turns_of
 from trainer.storage import tensorfile
 from trainer.task import Outcome, check_outcome
-from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
@@ -271,67 +270,76 @@ def _not_restored(model: nn.Module, parts: Mapping[str, Tensor]) -> list[str]:
     return [name for name, differs_here in zip(needed, differs, strict=True) if differs_here]
 
 
-def watch_optimizer(state: TrainState, log: Log) -> None:
-    """Check an optimizer class of the user by a step hook. After the first update a checkpoint must
-    be able to hold its state; after the second this must come back from one, and attributes that
-    changed in between are a warning. Of several optimizers that take turns, each has its turns."""
-    optimizer, observed = state.optimizer, list[dict[str, Any]]()
-    rounds, updates = len(turns_of(optimizer)), itertools.count(1)
+def watch_optimizer(state: TrainState) -> None:
+    """Prove the first two updates of an optimizer class of the user by a step hook. Of several
+    optimizers that take turns, each has its turns."""
+    left, proving = 2 * len(turns_of(state.optimizer)), False
 
-    def check(*_: Any) -> None:
-        check_optimizer_state(optimizer, state.names())
-        if next(updates) % rounds:
+    def prove(*_: Any) -> None:
+        nonlocal left, proving
+        if proving:
             return
-        public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
-        found = values(public, of=short_form, most=MOST_VALUES)
-        observed.append({n: v for n, v in found.items()
-                         if not {"state", "param_groups", "defaults"} & {*n.split(".")}})
-        if len(observed) < 2:
-            return
-        hook.remove()
-        check_optimizer_round_trip(state)
-        if changed := differing(*observed):
-            log.warn_once(
-                f"{type(optimizer).__name__}: an update changes its attribute "
-                f"{listed(changed)}, which no checkpoint holds; a restart gives other bits "
-                "if any result depends on it. Keep it in self.state[parameter] or in the groups")
+        proving = True
+        check_optimizer_state(state.optimizer, state.names())
+        prove_update(state)
+        left, proving = left - 1, False
+        if not left:
+            hook.remove()
 
-    hook = optimizer.register_step_post_hook(check)
+    hook = state.optimizer.register_step_post_hook(prove)
 
 
-def check_optimizer_round_trip(state: TrainState) -> None:
-    """Raise ConfigError if the optimizer's state is not the same after it is saved and loaded, in
-    memory; its own tensors stay in use."""
+def prove_update(state: TrainState) -> None:
+    """Raise ConfigError if the optimizer's state, or the next update, is not the same after the
+    state is saved and loaded in memory. All tensors stay in use, with their values."""
     optimizer, names = state.optimizer, state.names()
-    entries = {parameter: dict(entry) for parameter, entry in optimizer.state.items()}
+    gradients = {p: p.grad for g in optimizer.param_groups for p in g["params"]}
+    entries = {parameter: {key: value if isinstance(value, Tensor) else copy.deepcopy(value)
+                           for key, value in entry.items()}
+               for parameter, entry in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
+    live = [*gradients, *(v for e in entries.values() for v in e.values() if isinstance(v, Tensor))]
+    copies = [tensor.detach().clone() for tensor in live]
     tensors = {n: t.detach().clone() for n, t in state.optimizer_tensors().items()}
-    try:
-        state.load_optimizer(tensors, json.loads(json.dumps(state.optimizer_facts())))
-        lost = [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in entry.items()
-                if not same(value, optimizer.state[p].get(key))]
+    facts, lost = json.loads(json.dumps(state.optimizer_facts())), list[str]()
+
+    def update() -> list[int]:
+        rng.seed_all(0)
+        for parameter, gradient in gradients.items():
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+        after = checksums(gradients).tolist()
+        with torch.no_grad():
+            for tensor, values in zip(live, copies, strict=True):
+                tensor.copy_(values)
+        for group, old in zip(optimizer.param_groups, groups, strict=True):
+            group.update(old)
+        return after
+
+    with rng.preserved():
+        first = update()
+        try:
+            state.load_optimizer(tensors, facts)
+        except (CheckpointDamaged, RuntimeError) as error:
+            lost = [str(error)]
+        lost += [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in
+                 entry.items() if not same(value, optimizer.state[p].get(key))]
         lost += [key for old, new in zip(groups, optimizer.param_groups, strict=True)
                  for key in old if key != "params" and not same(old[key], new[key])]
-    except (CheckpointDamaged, RuntimeError) as error:
-        lost = [str(error)]
+        second = first if lost else update()
     optimizer.state.clear()
     optimizer.state.update(entries)
-    for group, old in zip(optimizer.param_groups, groups, strict=True):
-        group.update(old)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
     if lost:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: its state would not be the "
                           f"same after a restart ({listed(lost)}); keep tensors, numbers, strings "
                           "and lists of them in self.state[parameter] and in the groups.")
-
-
-def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers among an optimizer's attributes, with their path."""
-    if isinstance(item, torch.optim.Optimizer):
-        yield path, item
-    elif depth and isinstance(item, Mapping | list | tuple):
-        for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
-            if key not in ("state", "param_groups", "defaults"):
-                yield from _held(value, f"{path}[{key!r}]" if path else str(key), depth - 1)
+    if first != second and torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(
+            f"--optim.name {type(optimizer).__name__}: its next update would not be the same after "
+            "a restart, so it depends on an attribute; keep its state in self.state[parameter] and "
+            "in the groups (an inner optimizer can share it: self.inner.state = self.state).")
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -342,10 +350,6 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tenso
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "
                           "strings and lists of them there or in the groups.")
 
-    for path, inner in _held(vars(optimizer), "", 3):
-        if inner.state and inner.state is not optimizer.state:
-            refuse(f"its attribute {path}, a {type(inner).__name__}, has a separate state (share "
-                   f"the outer one: self.{path}.state = self.state)")
     for owner, entries in optimizer.state.items():
         if owner not in names:
             refuse(f"it has a state under {str(owner)[:40]!r}, which is not a parameter of the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,6 @@ from trainer.checkpoint.buffers import Buffers
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sample_errors import summarize_exception
-from trainer.distributed import torch_private
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import checksums
 from trainer.errors import ConfigError, from_rank, listed
@@ -139,10 +139,8 @@ class Trial:
 
     @contextlib.contextmanager
     def _in_evaluation(self) -> Iterator[None]:
-        model = self._compute.model
         # cuDNN has no backward of an RNN in eval mode.
-        with eval_mode(model), torch_private.uncompiled(model), torch.backends.cudnn.flags(
-                enabled=False):
+        with eval_mode(self._compute.model), _eager(), torch.backends.cudnn.flags(enabled=False):
             yield
 
     def _outcome(self, batch: Any, key: int) -> Outcome:
@@ -218,7 +216,7 @@ class Trial:
                         batch=self._micro.batch if self._few is None else self._few)
         before, seen = checksums(parameters.values()), list[Observation]()
         for put_back in (None, buffers.put_back_saved, buffers.put_back):
-            with torch_private.uncompiled(compute.model), Observation.of(compute) as observation:
+            with _eager(), Observation.of(compute) as observation:
                 compute(replace(micro, batch=batches.copy_of(micro.batch)), rehearsal=True)
             seen.append(observation)
             buffers.restore_storage()
@@ -238,6 +236,12 @@ class Trial:
             self._log.warn_once(
                 "the training loss depends on buffers that the forward changes, so another number "
                 "of ranks gives another loss (not with --parallel.reduction canonical)")
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Context without compiled code: batches of other sizes would change what is compiled."""
+    return (torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules
+            else contextlib.nullcontext())
 
 
 def _parts(setup: Setup, micro: MicroBatch, seed: int) -> tuple[Any, Any, Any] | None:

@@ -79,7 +79,7 @@ def start(built: BuiltRun) -> Run:
     context.log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
     step = _make_step(built, facts, trial)
     if step.own_update:
-        proof.watch_optimizer(state, context.log)
+        proof.watch_optimizer(state)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
