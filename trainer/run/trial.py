@@ -81,7 +81,7 @@ class Observation:
 
     def differences(self, other: Observation) -> list[str]:
         """The results that differ, in words."""
-        found = [f"{name} ({self.results[name]:.9g}, then {other.results[name]:.9g})"
+        found = [f"{name} ({self.results.get(name)!r}, then {other.results.get(name)!r})"
                  for name in proof.differing(self.results, other.results)]
         return found + [f"gradient of {name}"
                         for name in proof.differing(self.gradients, other.gradients)]
