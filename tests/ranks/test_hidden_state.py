@@ -25,7 +25,7 @@ def test_state_that_a_checkpoint_holds_is_restored(ranks, undisturbed, tmp_path,
 
 @pytest.mark.parametrize(("flag", "message"), [
     ("task.way=adds", "forward has added, removed, replaced or unfrozen more.bias, more.weight"),
-    ("task.way=counts", "The model's forward changes count. (--start-checks off"),
+    ("task.way=counts", "The forward changes count. (--start-checks off"),
     ("task.way=counts elsewhere",
      "a second computation of the first micro-batch gives another Outcome.total"),
     ("task.way=one rank", "does not depend on the trainable parameters body.bias; freeze"),
@@ -56,7 +56,8 @@ def test_a_step_with_unused_parameters_is_refused(ranks, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("flag", "message"), [
-    ("task.way=remembers", "the model's forward changes count, which no checkpoint holds; "),
+    ("task.way=acts later", "the forward changes CALLS, which no checkpoint holds; "),
+    ("task.way=remembers", "the forward changes count, which no checkpoint holds; "),
     ("task.way=counting data", "of the training data differ when they are read again"),
     ("task.way=ordering data", "or set_epoch() continues from the previous epoch; a restart"),
     ("task.way=drawn data", "training data cache the random numbers of their first read"),

@@ -17,6 +17,7 @@ from trainer import Outcome
 
 WIDTH = 4
 COUNT = {"forwards": 0}
+CALLS = 0
 
 
 class Net(nn.Module):
@@ -138,7 +139,9 @@ class Hidden:
         return TensorDataset(x[:self.samples], x.sum(1, keepdim=True)[:self.samples])
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        global CALLS
         x, y = batch
+        CALLS += self.way == "acts later"
         if self.way == "works in place":
             x.mul_(0.5)
         return Outcome((model(x) - y).square().sum(), len(x))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainer import rng
@@ -19,6 +19,7 @@ from trainer.checkpoint.buffers import Buffers
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sample_errors import summarize_exception
+from trainer.distributed.ddp import Objective
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import checksums
 from trainer.errors import ConfigError, from_rank, listed
@@ -63,17 +64,18 @@ class Observation:
         names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
         hooks = [p.register_hook(partial(seen._add_gradient, names[p])) for p in compute.parameters]
         try:
-            with compute.objective.watched(partial(seen._add_outcome, model) if deep else None):
+            with compute.objective.watched(
+                    partial(seen._add_outcome, compute.objective) if deep else None):
                 yield seen
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _add_outcome(self, model: nn.Module, outcome: Outcome) -> None:
+    def _add_outcome(self, objective: Objective, outcome: Outcome) -> None:
         self.results.update(proof.sums(outcome))
-        self.foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], model))
-        self.attributes.update(proof.values(
-            model, of=proof.short_form, state=False, most=proof.MOST_VALUES))
+        self.foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], objective.model))
+        self.attributes.update(_numbers(objective.loss) | proof.values(
+            objective.model, of=proof.short_form, state=False, most=proof.MOST_VALUES))
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
         self.gradients.setdefault(name, []).append(
@@ -85,6 +87,15 @@ class Observation:
                  for name in proof.differing(self.results, other.results)]
         return found + [f"gradient of {name}"
                         for name in proof.differing(self.gradients, other.gradients)]
+
+
+def _numbers(loss: Any) -> dict[str, Any]:
+    """The numbers among the attributes of a loss's task, and its global variables."""
+    function = getattr(loss, "func", loss)
+    known, used = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
+    found = {name: known.get(name) for name in (used.co_names if used is not None else ())}
+    found |= getattr(getattr(function, "__self__", None), "__dict__", {})
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 class Trial:
@@ -172,7 +183,7 @@ class Trial:
         """Collective. Refuse results of a second forward and backward that differ from the first,
         and then of an evaluation; warn of attributes that differ."""
         attributes = listed(proof.differing(one.attributes, other.attributes))
-        why = f" The model's forward changes {attributes}." * bool(attributes)
+        why = f" The forward changes {attributes}." * bool(attributes)
         if not torch.are_deterministic_algorithms_enabled():
             return
         self._refuse_hidden(one, other, "a second computation of the first micro-batch", why)
@@ -184,9 +195,9 @@ class Trial:
                             "samples", why)
         if attributes:
             self._log.warn_once(
-                f"the model's forward changes {attributes}, which no checkpoint holds; a restart "
-                "gives other bits if any result depends on it. Make it a buffer (register_buffer "
-                "with a tensor, changed in place)")
+                f"the forward changes {attributes}, which no checkpoint holds; a restart gives "
+                "other bits if any result depends on it. Make it a buffer (register_buffer with a "
+                "tensor, changed in place)")
 
     def _refuse_hidden(
         self, one: Observation, other: Observation, what: str, why: str = ""
