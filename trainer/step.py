@@ -218,6 +218,11 @@ class Computes:
         turns = self.at_first if step <= self.frozen_until else self.turns
         return turns[(step - 1) % len(turns)]
 
+    @property
+    def two_updates(self) -> int:
+        """The step in which each turn has had two updates, if none is skipped."""
+        return 2 * len(self.turns)
+
     def __iter__(self) -> Iterator[ForwardBackward]:
         """Each of them once."""
         return iter(dict.fromkeys((*self.at_first, *self.turns)))
@@ -287,8 +292,9 @@ class Step:
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.trial is not None and step > 2 * len(self.computes.turns):
-            self.trial, trial = None, self.trial
+        if self.trial is not None and step > self.computes.two_updates:
+            trial = self.trial
+            self.trial = None
             trial(step)
         for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch

@@ -124,7 +124,7 @@ class Trial:
             return
         self._few, *halves = parts
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-        buffers, unchecked, problems = Buffers(model), "", list[str]()
+        buffers, unchecked, cause, problems = Buffers(model), "", "", list[str]()
 
         def outcome(batch: Any, key: int) -> Outcome:
             with buffers.preserved():
@@ -135,15 +135,16 @@ class Trial:
                 self._evaluated = self._evaluate(buffers)
                 found = proof.unequal_sums(outcome, model, self._few, halves,
                                            tolerance=max(1e-3, 8 * eps))
-                problems, unchecked = found or [], "is random in eval mode" * (found is None)
+                problems, unchecked = found or [], "is random" * (found is None)
             except Exception as error:
                 if self._sets:
                     self._refuse_gradients(error)
                     raise
-                unchecked = f"can't be computed in eval mode ({summarize_exception(error)})"
+                unchecked, cause = "can't be computed", f" ({summarize_exception(error)})"
                 self._few = None
         if unchecked:
-            self._log.warn_once(f"the loss {unchecked}, so it isn't checked that it is a sum")
+            self._log.warn_once(f"the loss {unchecked} in eval mode, so it isn't checked that it is "
+                                f"a sum{cause}")
         mine = [] if buffers.moved() else problems
         if found := [problem for rank in world.gather_json(mine) for problem in rank]:
             raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))

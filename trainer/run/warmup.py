@@ -112,11 +112,13 @@ def warm_up(built: BuiltRun) -> tuple[ModelFacts, Callable[[int], None] | None]:
     together = ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
                           moves_parameters=any(one.moves_parameters for one in facts),
                           activations_mb=max(sizes, default=None))
-    return together, trial and partial(trial.repeat, moves_parameters=together.moves_parameters)
+    repeat = None if trial is None else partial(
+        trial.repeat, moves_parameters=together.moves_parameters)
+    return together, repeat
 
 
 def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Trial | None]:
-    """Collective. See `warm_up`; with the trial of the first samples at the first start of a run.
+    """Collective. See `warm_up`; with the trial of the first samples, in the first steps of a run.
     """
     world, trainable = built.context.world, built.trainable
     state, buffers = trainable.state, trainable.boundary.buffers
@@ -132,7 +134,7 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     tensors = batches.versions(micro.batch)
     trial = first = None
-    if built.resumption.found is None:
+    if state.progress.step <= built.trainable.computes.two_updates:
         trial = Trial(built, compute, replace(micro, batch=batches.copy_of(micro.batch)))
         trial.prove_sums()
         first = _rehearse(built, compute, replace(micro, batch=batches.copy_of(micro.batch)),
