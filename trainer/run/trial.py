@@ -143,8 +143,8 @@ class Trial:
                 unchecked, cause = "can't be computed", f" ({summarize_exception(error)})"
                 self._few = None
         if unchecked:
-            self._log.warn_once(f"the loss {unchecked} in eval mode, so it isn't checked that it is "
-                                f"a sum{cause}")
+            self._log.warn_once(f"the loss {unchecked} in eval mode, so it isn't checked that it "
+                                f"is a sum{cause}")
         mine = [] if buffers.moved() else problems
         if found := [problem for rank in world.gather_json(mine) for problem in rank]:
             raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
