@@ -138,7 +138,7 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
         trial = Trial(built, compute, replace(micro, batch=batches.copy_of(micro.batch)))
         trial.prove_sums()
         first = _rehearse(built, compute, replace(micro, batch=batches.copy_of(micro.batch)),
-                          allow_unused=find_unused or canonical)
+                          may_be_unused=find_unused or not (world.size > 1 or canonical))
     synced = replace(micro, spec=replace(micro.spec, last=True))
     with Observation.of(compute, deep=trial is not None) as second:
         activations = memory.activations(model, partial(compute, synced, rehearsal=True))
@@ -148,8 +148,6 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
     if canonical:
         _refuse_partial_gradients(model, world, second)
     _refuse_sparse_gradients(built)
-    if (world.size > 1 or canonical) and not find_unused:
-        _refuse_unused(compute, world)
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
@@ -165,7 +163,7 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
 
 
 def _rehearse(
-    built: BuiltRun, compute: ForwardBackward, micro: MicroBatch, *, allow_unused: bool
+    built: BuiltRun, compute: ForwardBackward, micro: MicroBatch, *, may_be_unused: bool
 ) -> Observation:
     """Collective. Compute a forward and backward without synchronisation, to find parameters that
     only some ranks use: DDP would wait forever for their gradients."""
@@ -180,7 +178,7 @@ def _rehearse(
         lasting = [text for leaf, text in seen.foreign
                    if leaf() is not None and leaf() not in inputs]
         _refuse_on_all_ranks(lasting, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
-    if not allow_unused and world.size > 1:
+    if not may_be_unused:
         _refuse_unused(compute, world)
     elif unused := _without_gradient(compute):
         log.warn_once(
