@@ -137,7 +137,7 @@ class Trial:
                                            tolerance=max(1e-3, 8 * eps))
                 problems, unchecked = found or [], "is random" * (found is None)
             except Exception as error:
-                if self._sets:
+                if self._sets and self._evaluated is None:
                     self._refuse_gradients(error)
                     raise
                 unchecked, cause = "can't be computed", f" ({summarize_exception(error)})"
