@@ -258,7 +258,8 @@ def main() -> None:
                      f"{100 * watching[0] / figures['step']['median']:.2f} %",
                      f"{1e3 * checks_s:.1f} ({checks_s / figures['step']['median']:.1f} steps)"])
     print(reporting.table(["model", "n", *(f"{name}, ms" for name in NAMES), "own, ms",
-                           "own, mean ms", "of the step", "whole step", "start checks, ms"], rows))
+                           "own, mean ms", "of the step", "whole step", "watching, ms",
+                           "control, ms", "watching of the step", "start checks, ms"], rows))
     reporting.print_json("overhead", machine=machine, models=found)
 
 
