@@ -4,8 +4,10 @@
 
 The rest of a step is its time outside of data, forward, backward, clip, update and schedule, each
 timed around its call. The rest of the same loop by hand is subtracted: torch frees the graph and
-the batch in it. Whole steps are compared as well, block by block. The start checks are the median
-difference between starts with and without them, in turn.
+the batch in it. Whole steps are compared as well, block by block. The watching is what a step does
+to find buffers and parameters that the forward begins to change, or makes non-finite: of three
+blocks, the second is without it, and the control compares the third with the first. The start
+checks are the median difference between a start and three steps with and without them, in turn.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ WARM_UP = 60
 BLOCK = 25
 """Steps of the trainer, then as many by hand, in turn."""
 NAMES = ("step", "step by hand", "rest", "rest by hand")
-MORE = "more"
-"""By what share the trainer's median step is longer than that by hand, block by block."""
+MORE, WATCHING, CONTROL = "more", "watching", "control"
+"""By what share the trainer's median step is longer than that by hand, block by block; seconds that
+the watching adds to a rest, and that the same step takes longer two blocks later."""
 
 
 class Stopwatch:
@@ -91,7 +94,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     with builder() as build:
         run = build(*flags, f"--run-dir={folder / model}")
         by_hand = Hand(build(*flags, f"--run-dir={folder / 'by-hand'}"), watch)
-        recorder = Recorder(by_hand, watch)
+        recorder = Recorder(by_hand, watch, Watching(run))
         loader, objective = run.loader, run.trainable.compute.objective
         loader._source = Timed(loader._source, watch)
         objective.loss = watch.around(objective.loss)  # type: ignore[method-assign]
@@ -112,34 +115,57 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
 
 
 def start_checks_s(model: str, folder: Path) -> float:
-    """Seconds that the checks of a task add to a start."""
+    """Seconds that the checks of a task add to a start and the first three steps."""
     seconds: dict[str, list[float]] = {"on": [], "off": []}
-    for turn in range(5):
+    for turn in range(9):
         for checks, found in seconds.items():
-            flags = [*MODELS[model], "--steps=1", f"--start-checks={checks}", "--eval.every=off"]
+            flags = [*MODELS[model], "--steps=4", f"--start-checks={checks}", "--eval.every=off"]
             with builder() as build:
-                run = build(*flags, f"--run-dir={folder / checks}-{turn}")
+                built = build(*flags, f"--run-dir={folder / checks}-{turn}")
                 began = time.perf_counter()
-                start(run)
+                run = start(built)
+                for _ in range(3):
+                    run.step(run.loader.window())
                 found.append(time.perf_counter() - began)
                 run.guard.close()
     return statistics.median(
         on - off for on, off in zip(seconds["on"], seconds["off"], strict=True))
 
 
-class Recorder:
-    """Notes the trainer's steps, and after each block makes as many by hand."""
+class Watching:
+    """What a step of a run does to watch buffers and parameters, which can be left out."""
 
-    def __init__(self, by_hand: Hand, watch: Stopwatch) -> None:
-        self.found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
+    def __init__(self, run: Any) -> None:
+        objective, boundary = run.trainable.compute.objective, run.trainable.boundary
+        self._parts = [(owner, name, getattr(owner, name), nothing) for owner, name, nothing in (
+            (objective, "_changed", lambda: False), (objective, "_nonfinite", lambda: None),
+            (boundary.buffers, "restore_storage", lambda: None),
+            (boundary, "note_versions", lambda: None))]
+
+    def switch(self, on: bool) -> None:
+        for owner, name, original, nothing in self._parts:
+            setattr(owner, name, original if on else nothing)
+
+
+class Recorder:
+    """Notes the trainer's steps, and after each block makes as many by hand. Of three blocks, the
+    second is without the watching."""
+
+    def __init__(self, by_hand: Hand, watch: Stopwatch, watching: Watching) -> None:
+        self.found: dict[str, list[float]] = {
+            name: [] for name in (*NAMES, MORE, WATCHING, CONTROL)}
         self._by_hand, self._watch, self._last = by_hand, watch, (0.0, 0.0)
+        self._watching, self._blocks, self._rests = watching, list[float](), list[float]()
 
     def mark(self, step: int) -> None:
         whole = time.perf_counter() - self._last[0]
         timed = self._watch.spent_s - self._last[1]
+        watched = len(self._blocks) != 1
         if step % BLOCK and step > WARM_UP:  # the first of a block has cold caches
-            self.found["step"].append(whole)
-            self.found["rest"].append(whole - timed)
+            self._rests.append(whole - timed)
+            if watched:
+                self.found["step"].append(whole)
+                self.found["rest"].append(whole - timed)
         if step % BLOCK == BLOCK - 1:
             for number in range(BLOCK):
                 whole, timed = self._by_hand.step()
@@ -147,10 +173,21 @@ class Recorder:
                     self.found["step by hand"].append(whole)
                     self.found["rest by hand"].append(whole - timed)
             if step > WARM_UP + BLOCK:
-                ours, hand = (statistics.median(self.found[name][1 - BLOCK:])
-                              for name in NAMES[:2])
-                self.found[MORE].append(ours / hand - 1)
+                self._end_block(watched)
+            self._rests.clear()
         self._last = time.perf_counter(), self._watch.spent_s
+
+    def _end_block(self, watched: bool) -> None:
+        if watched:
+            ours, hand = (statistics.median(self.found[name][1 - BLOCK:]) for name in NAMES[:2])
+            self.found[MORE].append(ours / hand - 1)
+        self._blocks.append(statistics.median(self._rests))
+        if len(self._blocks) == 3:
+            first, without, last = self._blocks
+            self.found[WATCHING].append((first + last) / 2 - without)
+            self.found[CONTROL].append(last - first)
+            self._blocks.clear()
+        self._watching.switch(len(self._blocks) != 1)
 
 
 class Hand:
@@ -208,15 +245,21 @@ def main() -> None:
         own, own_mean = (average(times["rest"]) - average(times["rest by hand"])
                          for average in (statistics.median, statistics.fmean))
         share, more = own / figures["step"]["median"], reporting.interval(times[MORE])
+        watching, control = (reporting.interval(times[name]) for name in (WATCHING, CONTROL))
         found[model] = figures | {"own": own, "own_mean": own_mean, "share": share, "more": more,
+                                  "watching": watching, "control": control,
                                   "start_checks": checks_s}
         rows.append([model, f"{figures['step']['n']}",
                      *(reporting.spread(figures[name], 1e3, 3) for name in NAMES),
                      f"{1e3 * own:.3f}", f"{1e3 * own_mean:.3f}", f"{100 * share:.2f} %",
                      reporting.within([100 * value for value in more], "+.1f") + " %",
+                     *(reporting.within([1e3 * value for value in values], "+.3f")
+                       for values in (watching, control)),
+                     f"{100 * watching[0] / figures['step']['median']:.2f} %",
                      f"{1e3 * checks_s:.1f} ({checks_s / figures['step']['median']:.1f} steps)"])
     print(reporting.table(["model", "n", *(f"{name}, ms" for name in NAMES), "own, ms",
-                           "own, mean ms", "of the step", "whole step", "start checks, ms"], rows))
+                           "own, mean ms", "of the step", "whole step", "watching, ms",
+                           "control, ms", "watching of the step", "start checks, ms"], rows))
     reporting.print_json("overhead", machine=machine, models=found)
 
 

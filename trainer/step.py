@@ -216,6 +216,11 @@ class Computes:
         turns = self.at_first if step <= self.frozen_until else self.turns
         return turns[(step - 1) % len(turns)]
 
+    @property
+    def two_updates(self) -> int:
+        """The step in which each turn has had two updates, if none is skipped."""
+        return 2 * len(self.turns)
+
     def __iter__(self) -> Iterator[ForwardBackward]:
         """Each of them once."""
         return iter(dict.fromkeys((*self.at_first, *self.turns)))
@@ -237,6 +242,8 @@ class Step:
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     after_step: Callable[[nn.Module, int], None] | None = None
     """That of the task."""
+    trial: Callable[[int], None] | None = None
+    """Called at the beginning of the step that follows two updates."""
     min_samples: int = 0
     """A window with fewer samples, at the end of a stream's epoch, gives no step."""
 
@@ -282,6 +289,10 @@ class Step:
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.trial is not None and step > self.computes.two_updates:
+            trial = self.trial
+            self.trial = None
+            trial(step)
         for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
             if self._epochs is not None:

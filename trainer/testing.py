@@ -298,9 +298,12 @@ def _check_sums(case: _Case) -> Iterator[str]:
     model = case.model()
     model.eval()
     buffers = Buffers(model)
-    with torch.no_grad(), buffers.preserved():
-        problems = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key),
-                                case.whole, case.halves, tolerance=TOLERANCE)
+
+    def outcome(batch: Any, key: int) -> Outcome:
+        with buffers.preserved():
+            return case.outcome(model, batch, key=key)
+
+    problems = unequal_sums(outcome, model, case.whole, case.halves, tolerance=TOLERANCE) or []
     yield from (f"{problem}: {SUMS}" for problem in problems if not buffers.moved())
 
 

@@ -16,6 +16,10 @@ OPTIMIZER = "--task=brought_task:Regression", "--optim.name"
     (["--task=brought_task:Mean"], "Outcome.total of a batch is"),
     (["--task=brought_task:MeanMetric"], "the sum of 'error' of a batch is"),
     (["--task=brought_task:Outside"], "(Parameter of shape ()), so they would be neither trained"),
+    (["--task=brought_task:Slope"], "the gradient of weight, bias for a batch is not the sum"),
+    (["--task=brought_task:Penalty"], "the loss can't be computed without gradients, as a"),
+    (["--task=brought_task:HiddenStatistics"],
+     "after training forwards, an evaluation of the first samples gives another Outcome.total"),
     ([*OPTIMIZER, "brought_task:Listing"], "not be the same after a restart (weight: history"),
 ])
 @pytest.mark.parametrize("size", [1, 2])
@@ -25,6 +29,15 @@ def test_a_task_that_cannot_be_exact_is_refused_by_name(ranks, tmp_path, capfd, 
 
     assert message in capfd.readouterr().out
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
+
+
+def test_what_shows_after_two_updates_is_refused_at_each_start(ranks, tmp_path, capfd):
+    arguments = *TASK, "--task=brought_task:HiddenTeacher"
+    for _ in range(2):
+        run(ranks, 2, tmp_path / "run", *arguments, code=2)
+
+        assert ("after two updates, a second computation of the first samples gives another "
+                "Outcome.total") in capfd.readouterr().out
 
 
 def test_the_checks_can_be_switched_off(ranks, tmp_path):

@@ -88,6 +88,64 @@ class Reentrant(Regression):
         return Adapted()
 
 
+class Taught(nn.Linear):
+    """Averages its weights in a module that is hidden in a list, so that it isn't trained."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.teacher = [nn.Linear(8, 1).requires_grad_(False)]
+        self.teacher[0].load_state_dict(self.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        teacher = self.teacher[0]
+        if self.training:
+            teacher.weight.data = teacher.weight.data.lerp(self.weight.data, 0.5)
+        return super().forward(x) + teacher(x)
+
+
+class HiddenTeacher(Regression):
+    def model(self) -> nn.Module:
+        return Taught()
+
+
+class Centred(nn.Linear):
+    """Statistics in a dict, which only an evaluation reads."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.statistics = {"mean": torch.zeros(8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x - self.statistics["mean"])
+        self.statistics["mean"] = self.statistics["mean"].lerp(x.mean(0), 0.1)
+        return super().forward(x - x.mean(0))
+
+
+class HiddenStatistics(Regression):
+    def model(self) -> nn.Module:
+        return Centred()
+
+
+class Slope(Regression):
+    """A sum whose gradient is that of a mean."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        total = (model(batch[0]) - batch[1]).square().sum()
+        mean = total / len(batch[0])
+        return Outcome(total.detach() + mean - mean.detach(), len(batch[0]))
+
+
+class Penalty(Regression):
+    """A penalty on the gradient, also in evaluation, where there is none."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        x = batch[0].detach().requires_grad_()
+        output = model(x)
+        slope, = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return Outcome((output - batch[1]).square().sum() + slope.square().sum(), len(x))
+
+
 class Flat(torch.optim.Optimizer):
     """Keeps its state in another shape than the parameter's."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.snapshot import Live, Snapshot
+from trainer.distributed.torch_private import version
 from trainer.storage.layout import MODEL
 from trainer.telemetry.status import Phase, Status
 
@@ -29,8 +30,8 @@ class StepBoundary:
                  device: torch.device | None = None) -> None:
         """`device`: by default that of the model."""
         self.buffers = Buffers(model, warn=warn)
-        self.only_buffers_change = False
-        """Whether a forward changes nothing else of the state, as the warm-up has found."""
+        self._constant = False
+        self._versions: list[int] = []
         self._status, self._lock = status, threading.Lock()
         self._holds_lock = self._lock.acquire()  # of the main thread
         self._device = device or next(model.parameters()).device
@@ -44,7 +45,18 @@ class StepBoundary:
             status.on_phase(self._protect_outside_steps)
 
     def note_constant_parameters(self) -> None:
-        self.only_buffers_change = True
+        """Note that the warm-up has found no parameters that the forward changes."""
+        self._constant = True
+
+    @property
+    def only_buffers_change(self) -> bool:
+        """Whether forwards have changed nothing else of the state, in the warm-up and since the
+        step began."""
+        return self._constant and self._versions == [*map(version, self._parameters)]
+
+    def note_versions(self) -> None:
+        """Note how often the parameters have been changed in place, when a step begins."""
+        self._versions = [*map(version, self._parameters)]
 
     def copy(self, state: Live) -> dict[str, dict[str, Tensor]]:
         """Copy the state for a save: see `Snapshot.take`."""
@@ -59,12 +71,13 @@ class StepBoundary:
     def _protect_outside_steps(self, phase: Phase) -> None:
         """From a save to the next update only the forward changes the state, and no parameters;
         elsewhere anything may change it, such as the exchange of weights and their average."""
-        if phase is not Phase.TRAIN or not self.only_buffers_change:
+        if phase is not Phase.TRAIN or not self._constant:
             self.snapshot.protect()
 
     def begin_step(self) -> None:
         """Copy the buffers, and let other threads save the boundary."""
         self.buffers.keep()
+        self.note_versions()
         self._status.begin_step()  # not before `keep`: an error would restore older buffers
         if self._event is not None:
             self._event.record()

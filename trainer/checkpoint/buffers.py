@@ -114,6 +114,14 @@ class Buffers:
         if self._live:
             torch._foreach_copy_(self._live, self._kept)
 
+    def put_back_saved(self) -> None:
+        """Restore the values at `keep` of the persistent buffers, as a checkpoint would."""
+        others = [(s.original, s.original.detach().clone()) for s in self._slots
+                  if not (s.is_persistent or s.is_cache or s.original is None)]
+        self.put_back()
+        for buffer, values in others:
+            _assign(buffer, values)
+
     def restore_storage(self) -> None:
         """Copy tensors that the forward has assigned to buffers back to the original ones. Raises
         ConfigError if a persistent buffer has another dtype or device, or is no tensor."""

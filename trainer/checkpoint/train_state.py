@@ -59,6 +59,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self._structure = self._current_structure()
+        self._parameters = dict(self.model.named_parameters())
         # Tensors and facts of the training, while the optimizer is in evaluation mode.
         self._training: tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None = None
 
@@ -93,13 +94,15 @@ class TrainState:
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
 
     def check_structure(self) -> None:
-        """Raises ConfigError if the forward added, removed or unfroze parameters or buffers."""
+        """Raises ConfigError if the forward added, removed, replaced or unfroze parameters or
+        buffers."""
         now = self._current_structure()
         names = now.keys() ^ self._structure.keys() | {
-            n for n in now if now[n] > self._structure.get(n, True)}
+            n for n in now if now[n] > self._structure.get(n, True)} | {
+            n for n, p in self.model.named_parameters() if p is not self._parameters.get(n, p)}
         if names:
             raise ConfigError(
-                f"--task: the model's forward has added, removed or unfrozen "
+                f"--task: the model's forward has added, removed, replaced or unfrozen "
                 f"{listed(sorted(names))}; the optimizer and the checkpoints need the model as "
                 "model() returns it: do it there.")
 

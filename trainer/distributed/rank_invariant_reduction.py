@@ -237,6 +237,7 @@ class RankInvariantReduction:
         self._mine = block(plan.leaves, self._rank, self._size)
         self._fold: TreeSum[GradientBuffer] = TreeSum(plan.leaves, self._join)
         self._free, self._open = list(self._allocated), None
+        self._used.clear()  # rehearsals have used parameters too
         self._sent, self._round, self._works = list[GradientBuffer](), 0, list[Any]()
         num = sum(map(len, plan.spans))
         self._whole = self._size == num == 2 or num * self._layout.size <= SMALL

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainer import rng
 from trainer.checkpoint.train_state import (
     CONFIGURED,
     TrainState,
@@ -30,13 +29,11 @@ from trainer.checkpoint.train_state import (
     model_tensors,
 )
 from trainer.distributed.comm_timer import CommunicationTimer
-from trainer.distributed.ddp import Objective
 from trainer.distributed.replica_check import checksums
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.named_optimizers import turns_of
 from trainer.storage import tensorfile
 from trainer.task import Outcome, check_outcome
-from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
@@ -121,37 +118,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             if name not in one or name not in other or not same(one[name], other[name])]
 
 
-@dataclass(frozen=True)
-class ForwardObservation:
-    """The loss after a forward, and attributes of the modules."""
-
-    loss: float
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, objective: Objective) -> ForwardObservation:
-        loss = objective.accumulator.totals[-1]
-        return cls(float(loss), values(objective.model, of=_summary, state=False, most=MOST_VALUES))
-
-
-def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
-    """A warning if two computations of a micro-batch with equal state differ, or ""."""
-    differs = not same(one.loss, other.loss)
-    if names := differing(one.attributes, other.attributes):
-        what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
-                "gives other bits" if differs else
-                "a restart gives other bits if any result depends on it")
-        return (f"the model's forward changes {listed(names)}, which no checkpoint holds; {what}. "
-                "Make it a buffer (register_buffer with a tensor, changed in place)")
-    if differs:
-        return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
-                f"{other.loss:.9g}): it depends on a counter, a random generator or the clock, so a"
-                " restart gives other bits. Make it a buffer, and draw from torch, numpy.random or "
-                "random directly")
-    return ""
-
-
-def _summary(tensor: Tensor) -> Any:
+def short_form(tensor: Tensor) -> Any:
     """A few bytes that represent a tensor in comparisons."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return str(tensor.shape)
@@ -162,33 +129,69 @@ def _summary(tensor: Tensor) -> Any:
 
 
 def unequal_sums(
-    compute: Callable[[Any, int], Outcome], whole: Any, halves: tuple[Any, Any], *,
-    tolerance: float,
-) -> list[str]:  # fmt: skip
-    """What differs between the sums of a batch and those of its halves, one sentence each; nothing
-    if the loss is random or not finite.
+    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any,
+    halves: Sequence[Any], *, tolerance: float,
+) -> list[str] | None:  # fmt: skip
+    """What differs between the sums and gradients of a batch and those of its halves, one sentence
+    each; None if the loss is random. The model's gradients are lost.
 
     Args:
         compute: the outcome of a batch, with random numbers that a key selects.
         tolerance: for rounding, relative to max(1, |sum|).
     """
-    one, another = _sums(compute(whole, 1)), _sums(compute(whole, 2))
-    if one != another or not math.isfinite(one["Outcome.total"]):
+    one, slopes = _sums_and_gradients(compute, model, [whole], 1)
+    if not math.isfinite(one["Outcome.total"]):
         return []
-    parts = [_sums(compute(half, 1)) for half in halves]
-    return [f"{name} of a batch is {value:.6g}, but {added:.6g} for the same samples in two batches"
-            for name, value in one.items()
-            if not abs(value - (added := sum(part.get(name, math.nan) for part in parts)))
-            <= tolerance * max(1.0, abs(value))]
+    added, added_slopes = _sums_and_gradients(compute, model, halves, 1)
+    problems = [f"{name} of a batch is {value:.6g}, but {added.get(name, math.nan):.6g} for the "
+                "same samples in two batches" for name, value in one.items()
+                if not abs(value - added.get(name, math.nan)) <= tolerance * max(1.0, abs(value))]
+    if not problems and (names := _unequal_gradients(slopes, added_slopes, tolerance)):
+        problems = [f"the gradient of {listed(names)} for a batch is not the sum of those for the "
+                    "same samples in two batches"]
+    if problems:
+        again, slopes_again = _sums_and_gradients(compute, model, [whole], 2)
+        if again != one or differing(slopes, slopes_again):
+            return None
+    return problems
 
 
-def _sums(outcome: Outcome) -> dict[str, float]:
+def _unequal_gradients(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
+) -> list[str]:
+    norms = {name: float(slope.norm()) for name, slope in one.items()}
+    least = GRADIENT_TOLERANCE * 1e-3 * math.hypot(*norms.values())
+    share = max(GRADIENT_TOLERANCE, tolerance)
+    return [name for name, norm in norms.items() if name in other
+            and float((one[name] - other[name]).norm()) > least + share * norm]
+
+
+def _sums_and_gradients(
+    compute: Callable[[Any, int], Outcome], model: nn.Module, parts: Sequence[Any], key: int
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The added sums of some batches, and their added gradients where these are dense."""
+    model.zero_grad(set_to_none=True)
+    added = dict[str, float]()
+    for part in parts:
+        outcome = compute(part, key)
+        found = sums(outcome)
+        added = {name: value + added.get(name, 0.0) for name, value in found.items()}
+        if (total := check_outcome(outcome)[0]).requires_grad:
+            total.backward()
+    slopes = {name: parameter.grad for name, parameter in model.named_parameters()
+              if parameter.grad is not None and parameter.grad.layout == torch.strided}
+    model.zero_grad(set_to_none=True)
+    return added, slopes
+
+
+def sums(outcome: Outcome) -> dict[str, float]:
+    """The sums of an outcome by name."""
     total, metrics = check_outcome(outcome)
-    sums: dict[str, Any] = {"Outcome.total": total, "Outcome.count": outcome.count}
+    found: dict[str, Any] = {"Outcome.total": total, "Outcome.count": outcome.count}
     for name, (value, count) in metrics.items():
-        sums |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
+        found |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
     return {name: float(value.detach() if isinstance(value, Tensor) else value)
-            for name, value in sums.items()}
+            for name, value in found.items()}
 
 
 def foreign_leaves(total: Tensor, model: nn.Module) -> list[tuple[Any, str]]:
@@ -211,6 +214,9 @@ FOREIGN = ("the loss depends on trainable tensors that are no parameters of the 
            "with them under torch.no_grad() or after requires_grad_(False).")
 SUMS = ("return the sum over the samples, and their number (or tokens, or weights) as the count, "
         "not a mean.")
+GRADIENT_TOLERANCE = 1e-2
+"""Tolerance for rounding between the gradients for a batch and for its halves, relative to their
+norms; a thousandth of it relative to the norm of all gradients."""
 
 
 def check_state_dict(model: nn.Module) -> None:
@@ -264,67 +270,76 @@ def _not_restored(model: nn.Module, parts: Mapping[str, Tensor]) -> list[str]:
     return [name for name, differs_here in zip(needed, differs, strict=True) if differs_here]
 
 
-def watch_optimizer(state: TrainState, log: Log) -> None:
-    """Check an optimizer class of the user by a step hook. After the first update a checkpoint must
-    be able to hold its state; after the second this must come back from one, and attributes that
-    changed in between are a warning. Of several optimizers that take turns, each has its turns."""
-    optimizer, observed = state.optimizer, list[dict[str, Any]]()
-    rounds, updates = len(turns_of(optimizer)), itertools.count(1)
+def watch_optimizer(state: TrainState) -> None:
+    """Prove the first two updates of an optimizer class of the user by a step hook. Of several
+    optimizers that take turns, each has its turns."""
+    left, proving = 2 * len(turns_of(state.optimizer)), False
 
-    def check(*_: Any) -> None:
-        check_optimizer_state(optimizer, state.names())
-        if next(updates) % rounds:
+    def prove(*_: Any) -> None:
+        nonlocal left, proving
+        if proving:
             return
-        public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
-        found = values(public, of=_summary, most=MOST_VALUES)
-        observed.append({n: v for n, v in found.items()
-                         if not {"state", "param_groups", "defaults"} & {*n.split(".")}})
-        if len(observed) < 2:
-            return
-        hook.remove()
-        check_optimizer_round_trip(state)
-        if changed := differing(*observed):
-            log.warn_once(
-                f"{type(optimizer).__name__}: an update changes its attribute "
-                f"{listed(changed)}, which no checkpoint holds; a restart gives other bits "
-                "if any result depends on it. Keep it in self.state[parameter] or in the groups")
+        proving = True
+        check_optimizer_state(state.optimizer, state.names())
+        prove_update(state)
+        left, proving = left - 1, False
+        if not left:
+            hook.remove()
 
-    hook = optimizer.register_step_post_hook(check)
+    hook = state.optimizer.register_step_post_hook(prove)
 
 
-def check_optimizer_round_trip(state: TrainState) -> None:
-    """Raise ConfigError if the optimizer's state is not the same after it is saved and loaded, in
-    memory; its own tensors stay in use."""
+def prove_update(state: TrainState) -> None:
+    """Raise ConfigError if the optimizer's state, or the next update, is not the same after the
+    state is saved and loaded in memory. All tensors stay in use, with their values."""
     optimizer, names = state.optimizer, state.names()
-    entries = {parameter: dict(entry) for parameter, entry in optimizer.state.items()}
+    gradients = {p: p.grad for g in optimizer.param_groups for p in g["params"]}
+    entries = {parameter: {key: value if isinstance(value, Tensor) else copy.deepcopy(value)
+                           for key, value in entry.items()}
+               for parameter, entry in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
+    live = [*gradients, *(v for e in entries.values() for v in e.values() if isinstance(v, Tensor))]
+    copies = [tensor.detach().clone() for tensor in live]
     tensors = {n: t.detach().clone() for n, t in state.optimizer_tensors().items()}
-    try:
-        state.load_optimizer(tensors, json.loads(json.dumps(state.optimizer_facts())))
-        lost = [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in entry.items()
-                if not same(value, optimizer.state[p].get(key))]
+    facts, lost = json.loads(json.dumps(state.optimizer_facts())), list[str]()
+
+    def update() -> list[int]:
+        rng.seed_all(0)
+        for parameter, gradient in gradients.items():
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+        after = checksums(gradients).tolist()
+        with torch.no_grad():
+            for tensor, values in zip(live, copies, strict=True):
+                tensor.copy_(values)
+        for group, old in zip(optimizer.param_groups, groups, strict=True):
+            group.update(old)
+        return after
+
+    with rng.preserved():
+        first = update()
+        try:
+            state.load_optimizer(tensors, facts)
+        except (CheckpointDamaged, RuntimeError) as error:
+            lost = [str(error)]
+        lost += [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in
+                 entry.items() if not same(value, optimizer.state[p].get(key))]
         lost += [key for old, new in zip(groups, optimizer.param_groups, strict=True)
                  for key in old if key != "params" and not same(old[key], new[key])]
-    except (CheckpointDamaged, RuntimeError) as error:
-        lost = [str(error)]
+        second = first if lost else update()
     optimizer.state.clear()
     optimizer.state.update(entries)
-    for group, old in zip(optimizer.param_groups, groups, strict=True):
-        group.update(old)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
     if lost:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: its state would not be the "
                           f"same after a restart ({listed(lost)}); keep tensors, numbers, strings "
                           "and lists of them in self.state[parameter] and in the groups.")
-
-
-def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers among an optimizer's attributes, with their path."""
-    if isinstance(item, torch.optim.Optimizer):
-        yield path, item
-    elif depth and isinstance(item, Mapping | list | tuple):
-        for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
-            if key not in ("state", "param_groups", "defaults"):
-                yield from _held(value, f"{path}[{key!r}]" if path else str(key), depth - 1)
+    if first != second and torch.are_deterministic_algorithms_enabled():
+        raise ConfigError(
+            f"--optim.name {type(optimizer).__name__}: its next update would not be the same after "
+            "a restart, so it depends on an attribute; keep its state in self.state[parameter] and "
+            "in the groups (an inner optimizer can share it: self.inner.state = self.state).")
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -335,10 +350,6 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tenso
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "
                           "strings and lists of them there or in the groups.")
 
-    for path, inner in _held(vars(optimizer), "", 3):
-        if inner.state and inner.state is not optimizer.state:
-            refuse(f"its attribute {path}, a {type(inner).__name__}, has a separate state (share "
-                   f"the outer one: self.{path}.state = self.state)")
     for owner, entries in optimizer.state.items():
         if owner not in names:
             refuse(f"it has a state under {str(owner)[:40]!r}, which is not a parameter of the "

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
-from trainer.data.map_dataset import KeyedSamples, MicroBatch
-from trainer.data.sample_errors import summarize_exception
+from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed import torch_private
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -32,14 +28,12 @@ from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import memory, proof
 from trainer.run.finish import best_rule
 from trainer.run.model_modes import eval_mode
-from trainer.run.prepare import Setup, content
 from trainer.run.run import BuiltRun, Run
+from trainer.run.trial import NO_CHECKS, Observation, Trial
 from trainer.step import ForwardBackward, ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
-from trainer.task import Outcome, check_outcome
+from trainer.task import check_outcome
 from trainer.telemetry.status import Phase
-
-NO_CHECKS = "(--start-checks off trains without this check.)"
 
 
 def _validation_metrics(built: BuiltRun) -> list[str]:
@@ -65,11 +59,11 @@ def start(built: BuiltRun) -> Run:
     """Collective. Warm up, then restore the checkpoint from which the run continues."""
     context, setup, trainable = built.context, built.setup, built.trainable
     state, found = trainable.state, built.resumption.found
-    facts = ModelFacts()
+    facts, trial = ModelFacts(), None
     if state.progress.step < setup.intervals.total:
         context.status.enter(Phase.WARM_UP)
         with context.world.long_timeout():
-            facts = warm_up(built)
+            facts, trial = warm_up(built)
         if not facts.moves_parameters:
             trainable.boundary.note_constant_parameters()
         metrics = _validation_metrics(built)
@@ -82,9 +76,9 @@ def start(built: BuiltRun) -> Run:
         if state.progress.validated == state.progress.step:
             built.recorders.draw(found.step, again=False)  # it may have been lost with rank 0
     context.log.info(memory.summary_line(state.model, state.optimizer, facts.activations_mb))
-    step = _make_step(built, facts)
+    step = _make_step(built, facts, trial)
     if step.own_update:
-        proof.watch_optimizer(state, context.log)
+        proof.watch_optimizer(state)
     state.key_rng(context.world.rank)
     built.guard.defer_worker_death_signals()
     replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
@@ -104,23 +98,28 @@ def _metric_names(built: BuiltRun) -> Sequence[str]:
         return tuple(check_outcome(built.setup.task.loss(model, batch))[1])
 
 
-def warm_up(built: BuiltRun) -> ModelFacts:
+def warm_up(built: BuiltRun) -> tuple[ModelFacts, Callable[[int], None] | None]:
     """Collective. Compute one synchronised forward and backward of the first real micro-batch, for
     each turn, and restore buffers and gradients afterwards.
 
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
     more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
-    facts = [_warm_up(built, compute) for compute in built.trainable.computes]
+    found = [_warm_up(built, compute) for compute in built.trainable.computes]
+    facts, trial = [one for one, _ in found], found[0][1]
     sizes = [one.activations_mb for one in facts if one.activations_mb is not None]
-    return ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
-                      moves_parameters=any(one.moves_parameters for one in facts),
-                      activations_mb=max(sizes, default=None))
+    together = ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
+                          moves_parameters=any(one.moves_parameters for one in facts),
+                          activations_mb=max(sizes, default=None))
+    repeat = None if trial is None else partial(
+        trial.repeat, moves_parameters=together.moves_parameters)
+    return together, repeat
 
 
-def _warm_up(built: BuiltRun, compute: ForwardBackward) -> ModelFacts:
-    """Collective. See `warm_up`."""
-    world, log, trainable = built.context.world, built.context.log, built.trainable
+def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Trial | None]:
+    """Collective. See `warm_up`; with the trial of the first samples, in the first steps of a run.
+    """
+    world, trainable = built.context.world, built.trainable
     state, buffers = trainable.state, trainable.boundary.buffers
     model, objective = compute.model, compute.objective
     canonical = isinstance(compute.reduction, RankInvariantReduction)
@@ -133,122 +132,52 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> ModelFacts:
         state.parts["epoch"].enter(micro.spec.epoch)
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     tensors = batches.versions(micro.batch)
-    seen = None
-    if built.resumption.found is None:
-        checks = built.context.config.start_checks == "on"
-        if checks:
-            _prove_sums(built, compute, micro)
-        seen = _rehearse(built, compute, replace(micro, batch=batches.copy_of(micro.batch)),
-                         allow_unused=find_unused or canonical, checks=checks)
-    times = Counter[Tensor]()  # how often the backward adds to each parameter's gradient
-    hooks = [p.register_post_accumulate_grad_hook(lambda p: times.update([p]))
-             for p in compute.parameters if canonical]
+    trial = first = None
+    if state.progress.step <= built.trainable.computes.two_updates:
+        trial = Trial(built, compute, replace(micro, batch=batches.copy_of(micro.batch)))
+        trial.prove_sums()
+        first = _rehearse(built, compute, replace(micro, batch=batches.copy_of(micro.batch)),
+                          may_be_unused=find_unused or not (world.size > 1 or canonical))
     synced = replace(micro, spec=replace(micro.spec, last=True))
-    activations = memory.activations(model, partial(compute, synced, rehearsal=True))
-    for hook in hooks:
-        hook.remove()
+    with Observation.of(compute, deep=trial is not None) as second:
+        activations = memory.activations(model, partial(compute, synced, rehearsal=True))
     mutates_batch = batches.has_objects(micro.batch) or batches.versions(micro.batch) != tensors
     buffers.restore_storage()
     state.check_structure()
     if canonical:
-        _refuse_partial_gradients(model, world, times)
+        _refuse_partial_gradients(model, world, second)
     _refuse_sparse_gradients(built)
-    if (world.size > 1 or canonical) and not find_unused:
-        _refuse_unused(compute, world)
     objective.take_sums(world.size)
     compute.communication.reset()
     built.loader.forget_wait()
     buffers.agree(world)
-    buffers.put_back()
     state.optimizer.zero_grad(set_to_none=True)
     moves = _moves_parameters(model, world, before, versions, canonical=canonical)
-    if not moves and seen is not None and torch.are_deterministic_algorithms_enabled() and (
-            why := proof.describe_hidden_state(
-                seen, proof.ForwardObservation.of(objective))):
-        log.warn_once(why)
+    if trial is not None and first is not None and not moves:
+        buffers.put_back_saved()
+        trial.compare(first, second)
+    buffers.put_back()
     return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
-                      activations_mb=activations)
-
-
-def _prove_sums(built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) -> None:
-    """Collective. Refuse a loss that differs between a micro-batch and its two halves, in eval mode
-    (dropout and batch statistics may depend on them, as may buffers that change in eval mode)."""
-    context, setup, objective = built.context, built.setup, compute.objective
-    world, model = context.world, setup.model
-    buffers = Buffers(model)
-
-    def outcome(batch: Any, key: int) -> Outcome:
-        rng.seed_all(context.config.seed, rng.MICRO, key)
-        rng.key(rng.find_generators(*model.modules(), objective.loss), key)
-        with buffers.preserved(), torch.no_grad():
-            outcome = objective.loss(model, batches.copy_of(batch))
-        for evaluator in () if compute.turn else built.validations.values():
-            for name in evaluator.states.metrics:
-                evaluator.states.arguments(name, outcome.predictions)
-        return outcome
-
-    halves = world.fail_together(partial(_halves, setup, micro, context.config.seed))
-    if any(world.gather_json(halves is None)) or halves is None:  # the loss may communicate
-        return
-    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-    with eval_mode(model), torch_private.uncompiled(model):
-        try:
-            problems = proof.unequal_sums(outcome, micro.batch, halves,
-                                          tolerance=max(1e-3, 8 * eps))
-        except Exception as error:
-            if built.validations and not compute.turn:  # an evaluation gives no turn
-                raise
-            problems = []
-            context.log.warn_once("the loss can't be computed in eval mode, so it isn't checked "
-                                  f"that it is a sum ({summarize_exception(error)})")
-    mine = [] if buffers.moved() else problems
-    if found := [problem for rank in world.gather_json(mine) for problem in rank]:
-        raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
-
-
-def _halves(setup: Setup, micro: MicroBatch, seed: int) -> tuple[Any, Any] | None:
-    """The samples of a micro-batch in two batches; None if it can't be divided, or has other
-    samples when it is read again."""
-    middle, data = micro.samples // 2, setup.data["train"]
-    device = next(setup.model.parameters()).device
-    if not middle or micro.replaced:
-        return None
-    if isinstance(data, IterableDataset):
-        if batches.has_objects(micro.batch) or any(
-                len(t) != micro.samples for t in batches.tensors(micro.batch) if t.dim()):
-            return None
-        return (batches.map_tensors(lambda t: t[:middle] if t.dim() else t, micro.batch),
-                batches.map_tensors(lambda t: t[middle:] if t.dim() else t, micro.batch))
-    reader, indices = KeyedSamples(data, seed=seed, collate=setup.collate), micro.spec.indices
-    one, other, again = (reader[replace(micro.spec, indices=part)].batch
-                         for part in (indices[:middle], indices[middle:], indices))
-    if content(again) != content(micro.batch):
-        return None
-    return batches.to_device(one, device), batches.to_device(other, device)
+                      activations_mb=activations), trial
 
 
 def _rehearse(
-    built: BuiltRun, compute: ForwardBackward, micro: MicroBatch, *, allow_unused: bool,
-    checks: bool,
-) -> proof.ForwardObservation:
+    built: BuiltRun, compute: ForwardBackward, micro: MicroBatch, *, may_be_unused: bool
+) -> Observation:
     """Collective. Compute a forward and backward without synchronisation, to find parameters that
     only some ranks use: DDP would wait forever for their gradients."""
     world, log = built.context.world, built.context.log
     state, buffers = built.state, built.trainable.boundary.buffers
-    foreign: list[tuple[Any, str]] = []
-
-    def look(outcome: Outcome) -> None:
-        foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], compute.model))
-
-    with compute.objective.watched(look if checks else None):
+    with Observation.of(compute) as seen:
         compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
-    if checks:
+    if built.context.config.start_checks == "on":
         inputs = set(batches.tensors(micro.batch))
-        lasting = [text for leaf, text in foreign if leaf() is not None and leaf() not in inputs]
+        lasting = [text for leaf, text in seen.foreign
+                   if leaf() is not None and leaf() not in inputs]
         _refuse_on_all_ranks(lasting, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
-    if not allow_unused and world.size > 1:
+    if not may_be_unused:
         _refuse_unused(compute, world)
     elif unused := _without_gradient(compute):
         log.warn_once(
@@ -256,9 +185,9 @@ def _rehearse(
             "trained: use it, or freeze it (requires_grad_(False)). checkpoint() stops gradients "
             "if no input has one, unless it has use_reentrant=False")
     compute.objective.accumulator.take()
-    buffers.put_back()
+    buffers.put_back_saved()
     state.optimizer.zero_grad(set_to_none=True)
-    return proof.ForwardObservation.of(compute.objective)
+    return seen
 
 
 def _without_gradient(compute: ForwardBackward) -> list[str]:
@@ -276,12 +205,13 @@ def _refuse_unused(compute: ForwardBackward, world: World) -> None:
         "{}; freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 
 
-def _refuse_partial_gradients(model: nn.Module, world: World, times: Counter[Tensor]) -> None:
-    """Collective. Refuse gradients to which backward has added several `times`: the canonical
+def _refuse_partial_gradients(model: nn.Module, world: World, seen: Observation) -> None:
+    """Collective. Refuse gradients to which backward has added several times: the canonical
     reduction would add the parts one by one to the sum of earlier micro-batches."""
     _refuse_on_all_ranks(
         [n for n, p in model.named_parameters()
-         if times[p] > 1 or (p.grad is not None and p.grad.layout != torch.strided)], world,
+         if len(seen.gradients.get(n, ())) > 1 or (
+             p.grad is not None and p.grad.layout != torch.strided)], world,
         "--parallel.reduction canonical: the gradients of {} come in parts, so their sum would "
         "depend on the number of ranks: they are sparse (use sparse=False), or a nested backward "
         "adds to them too (use use_reentrant=False in checkpoint()). Or use --parallel.reduction "
@@ -334,7 +264,9 @@ def _moves_parameters(
     return True
 
 
-def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
+def _make_step(
+    built: BuiltRun, facts: ModelFacts, trial: Callable[[int], None] | None
+) -> Step:
     context, trainable, config = built.context, built.trainable, built.context.config
     log, compute = context.log, trainable.compute
 
@@ -352,7 +284,7 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
     return Step(
         computes=trainable.computes, state=trainable.state, boundary=trainable.boundary,
         facts=facts, world=context.world, health=trainable.health, clip=config.clip,
-        status=context.status, min_samples=min_samples,
+        status=context.status, min_samples=min_samples, trial=trial,
         after_step=getattr(built.setup.task, "after_step", None),
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.buffers import Buffers
 from trainer.distributed.ddp import MetricAccumulator
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.task import Outcome
+from trainer.telemetry.status import Status
 
 
 @pytest.fixture
@@ -35,6 +37,37 @@ def test_a_reassigned_buffer_keeps_its_storage(model: nn.Module) -> None:
     assert original.tolist() == [1, 1, 1]
     buffers.put_back()
     assert original.tolist() == [0, 0, 0]
+
+
+def test_what_a_checkpoint_lacks_is_left_by_a_restore_of_the_saved_buffers(
+    model: nn.Module
+) -> None:
+    buffers = Buffers(model)
+
+    model.mean += 1
+    model.cache += 1
+    buffers.put_back_saved()
+
+    assert model.mean.tolist() == [0, 0, 0]
+    assert model.cache.tolist() == [1, 1]
+    buffers.put_back()
+    assert model.cache.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_parameter_that_a_step_has_changed_is_not_saved_within_it(changes: bool) -> None:
+    model = nn.Linear(2, 1)
+    boundary = StepBoundary(model, Status())
+    boundary.note_constant_parameters()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    boundary.begin_step()
+
+    if changes:
+        with torch.no_grad():
+            model.weight.mul_(2)
+
+    assert boundary.take() is not changes
 
 
 def test_a_growing_cache_does_not_change_the_copies_of_other_buffers(model: nn.Module) -> None:

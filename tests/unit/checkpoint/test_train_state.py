@@ -12,7 +12,7 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths,
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Schedule
-from trainer.errors import CheckpointDamaged
+from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import schedules
 from trainer.optim.ema import Ema
 from trainer.storage.layout import EMA, MODEL, OPTIMIZER
@@ -190,3 +190,12 @@ def test_the_count_of_updates_stays_on_the_host_unless_a_kernel_reads_it(fused: 
     entries = list(state.optimizer.state.values())
     assert {e["step"].device.type for e in entries} == {"meta" if fused else "cpu"}
     assert {e["exp_avg"].device.type for e in entries} == {"meta"}
+
+
+def test_a_replaced_parameter_is_named():
+    state = make()
+
+    state.model[2] = nn.Linear(4, 1)
+
+    with pytest.raises(ConfigError, match=r"replaced or unfrozen 2\.bias, 2\.weight"):
+        state.tensors()
