@@ -7,6 +7,7 @@ Credentials come from the environment only, by each provider's own variables; no
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import urllib.parse
 from collections import deque
