@@ -4,6 +4,7 @@ no values: see tests/support/host_waits.py."""
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from trainer.optim.ema import Ema
 from trainer.optim.nan_detection import nan_detector
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
+from trainer.run.metric_states import MetricStates
 from trainer.step import Step
 from trainer.tasks.images import Images
 from trainer.tasks.shapes import Shapes
@@ -143,6 +145,8 @@ def test_the_host_waits_once_in_a_step(case: str) -> None:
     assert not result.skipped
     print(f"step, {case}: {len(waits.found)} host waits")
     assert waits.places() == [*others, SUMS], waits.found
+    assert not waits.unmarked()
+    assert not waits.unordered
 
 
 def test_a_wait_that_somebody_adds_to_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,23 @@ def test_an_evaluation_is_read_once_however_many_batches_it_has(size: int) -> No
     assert waits.places() == [
         "trainer/checkpoint/buffers.py:moved",  # changed in eval mode: a warning
         "trainer/run/evaluate.py:read", "trainer/run/evaluate.py:read"]  # sums, and the table
+    assert not waits.unmarked()
+
+
+def test_the_states_of_a_metric_are_not_waited_for() -> None:
+    with waits_in() as waits:
+        metric = SimpleNamespace(
+            reset=lambda: None, update=lambda *_: None, to=lambda _: None, modules=lambda: [],
+            hits=torch.empty((), dtype=torch.int64, device=CUDA),
+            seen=[torch.empty(3, device=CUDA)])
+        states = MetricStates(SimpleNamespace(), CUDA)
+        states.metrics = {"own": metric}
+        states._states = [(metric, "hits", operator.add), (metric, "seen", operator.add)]
+        waits.found.clear()
+        for number in range(3):
+            states.add(number, ((), ()))
+
+    assert not waits.found
 
 
 @pytest.mark.parametrize("task", [
@@ -255,6 +276,7 @@ def test_the_loss_of_a_shipped_task_never_waits(task: Any) -> None:
 
     print(f"{task}: {len(waits.found)} host waits")
     assert not waits.found
+    assert not waits.unordered
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
