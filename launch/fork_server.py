@@ -158,12 +158,9 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         main = getattr(module, function_name)
         preload: Callable[[list[str]], int] | None = getattr(module, "preload", None)
         if preload is None:
-            importlib.import_module("torch")
+            importlib.import_module("torch._dynamo")  # else the first optimizer imports it: 1-4 s
         elif code := preload(list(argv)):
             return code, None
-        if "torch" in sys.modules:
-            # The first optimizer of a process imports this: 1-4 s, in all ranks after each fork.
-            importlib.import_module("torch._dynamo")
     except SystemExit as end:
         return exit_code(end, EXIT_CONFIG), None
     except BaseException:

@@ -82,7 +82,7 @@ def preload(argv: Sequence[str]) -> int:
 
     import safetensors.torch  # noqa: F401
     import tensorboard.summary.writer.record_writer  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     import trainer.loop
     import trainer.run.build
@@ -102,6 +102,7 @@ def preload(argv: Sequence[str]) -> int:
         show_cause(error)
         Log().error(str(error))
         return error.exit_code
+    torch.compiler.disable()  # imports what the first optimizer of each rank would import: 1-4 s
     run_dir.package_versions()
     circumstances.loaded_code()
     _PRELOADED[tuple(argv)] = config

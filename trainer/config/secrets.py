@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -18,6 +19,7 @@ LEAST = 8
 """Characters of a value that is hidden in text: a shorter one may be any word."""
 
 
+@functools.cache
 def is_secret(name: str) -> bool:
     """Whether a setting or flag is named like a secret: api_key, --task.hub-token, password."""
     words = re.split(r"[^a-z]+", name.lower())

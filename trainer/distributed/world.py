@@ -239,9 +239,12 @@ class World:
             if self.size == 1:
                 return json.loads(json.dumps(value))
             data = json.dumps(value).encode() if self.rank == source else b""
-            length = torch.tensor([len(data)])
-            dist.broadcast(length, source, group=self._control)
-            row = serialization.padded(data, int(length))
+            frame = serialization.frame(data)
+            dist.broadcast(frame, source, group=self._control)
+            length, start = serialization.read_frame(frame)
+            if length == len(start):
+                return json.loads(start)
+            row = serialization.padded(data, length)
             dist.broadcast(row, source, group=self._control)
         return json.loads(row.numpy().tobytes())
 
@@ -251,13 +254,18 @@ class World:
         with self._collective("gather_json"):
             if self.size == 1:
                 return [json.loads(data)]
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
-            own = serialization.padded(data, max(int(length) for length in lengths))
-            rows = [torch.empty_like(own) for _ in lengths]
-            dist.all_gather(rows, own, group=self._control)
-        return [json.loads(row.numpy().tobytes()[:int(length)])
-                for row, length in zip(rows, lengths, strict=True)]
+            found = [serialization.read_frame(row)
+                     for row in self._all_gather(serialization.frame(data))]
+            if all(length == len(start) for length, start in found):
+                return [json.loads(start) for _, start in found]
+            rows = self._all_gather(serialization.padded(data, max(n for n, _ in found)))
+        return [json.loads(row.numpy().tobytes()[:length])
+                for row, (length, _) in zip(rows, found, strict=True)]
+
+    def _all_gather(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own, group=self._control)
+        return rows
 
     def barrier(self) -> None:
         """Collective. Wait until all ranks have called it."""

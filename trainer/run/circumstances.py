@@ -35,6 +35,9 @@ _FOLDERS = tuple(f"{folder}/" for folder in (
 _HASHES: dict[str, tuple[Any, str]] = {}
 """Module → its specification, which a reload replaces, and the hash of its file when it was first
 asked for: ranks are forked with the code that the launcher's server has imported."""
+_INSTALLED: set[str] = set()
+"""Modules that were no code of the user's when they were first seen. A forked rank doesn't look at
+thousands of modules again, each of which costs it a copied page of memory."""
 
 
 def find(context: Context, setup: Setup) -> dict[str, Any]:
@@ -111,9 +114,13 @@ def loaded_code(classes: Iterable[type] = ()) -> dict[str, str]:
     classes = list(classes)
     own = {kind.__module__ for kind in classes}
     found = {}
-    for name, module in [*sys.modules.items()]:
+    for name in [name for name in sys.modules if name not in _INSTALLED]:
+        module = sys.modules.get(name)  # a thread may import meanwhile
         file = _file_of(module)
-        if file and not _is_installed(file) and (not name.startswith("__") or name in own):
+        if not file or _is_installed(file):
+            if name != "__main__":
+                _INSTALLED.add(name)
+        elif not name.startswith("__") or name in own:
             spec = vars(module).get("__spec__")
             if name not in _HASHES or _HASHES[name][0] is not spec:
                 try:

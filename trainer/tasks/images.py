@@ -45,7 +45,7 @@ class ImageSet(Dataset):
 
     def __init__(self, images: np.ndarray, labels: np.ndarray,
                  normalise: Callable[[Tensor], Tensor], *, flip: bool, padding: int = 0) -> None:
-        self.images = torch.from_numpy(images.copy())
+        self.images = torch.from_numpy(np.require(images, requirements="W"))
         self.targets = torch.from_numpy(labels.astype(np.int64))
         self._normalise, self._flip, self._padding = normalise, flip, padding
 
