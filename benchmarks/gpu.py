@@ -5,7 +5,7 @@
 
 Each optimisation is added to those before it. All versions of a model are built and warmed up
 first, then take turns. `--dry-run` makes a step of each on the CPU with tiny models, compiled
-without code generation: it shows that the script works; its figures mean nothing.
+without code generation: it shows that the script works, and prints no figures.
 """
 
 from __future__ import annotations
@@ -238,8 +238,9 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
     return {"batch": subject.batch, "flops_per_step": flops, "levers": found, "left_out": left_out}
 
 
-def show(name: str, found: dict[str, Any]) -> str:
-    rows = [[lever, reporting.spread(f["samples_per_s"]), reporting.spread(f["speedup"], digits=2),
+def show(name: str, found: dict[str, Any], *, dry: bool) -> str:
+    rows = [[lever, *["–"] * 6] if dry else
+            [lever, reporting.spread(f["samples_per_s"]), reporting.spread(f["speedup"], digits=2),
              f"{f['speedup_in_all']['median']:.2f}", f"{100 * f['mfu']:.1f}",
              f"{f['peak_bytes'] / 1e9:,.2f}" if "peak_bytes" in f else "–",
              f"{f['warm_up_s']:.1f}"] for lever, f in found["levers"].items()]
@@ -295,7 +296,7 @@ def main() -> None:
     machine = reporting.machine()
     machine["card"] = None if dry else torch.cuda.get_device_name()
     rate = matmul_rate(device, 64 if dry else 8192, 3 if dry else 20)
-    print(f"card: {machine['card'] or 'none, a dry run'}; bf16 matrix products: "
+    print("card: none, a dry run\n" if dry else f"card: {machine['card']}; bf16 matrix products: "
           f"{rate / 1e12:,.1f} TFLOP/s\n", flush=True)
     found = {}
     for number, subject in enumerate(chosen, start=1):
@@ -303,11 +304,12 @@ def main() -> None:
         deadline_s = began_s + options.limit_s * (number - 1 / 3) / (len(chosen) + 1 / 3)
         found[subject.name] = measure(subject, device, rate, 1 if dry else options.rounds,
                                       deadline_s)
-        print(show(subject.name, found[subject.name]), flush=True)
+        print(show(subject.name, found[subject.name], dry=dry), flush=True)
     stall = measure_stall(known[-1], device, 2 if dry else 10)
-    print(f"a snapshot of {known[-1].name} holds the host for "
-          f"{reporting.spread(stall['host'], 1e3)} ms, and its copies are complete after "
-          f"{reporting.spread(stall['copies'], 1e3)} ms\n{time.monotonic() - began_s:.0f} s in all")
+    host, copies = ("–" if dry else reporting.spread(stall[name], 1e3)
+                    for name in ("host", "copies"))
+    print(f"a snapshot of {known[-1].name} holds the host for {host} ms, and its copies are "
+          f"complete after {copies} ms\n{time.monotonic() - began_s:.0f} s in all")
     reporting.print_json("gpu", machine=machine, dry_run=dry, bf16_matmul_flops_per_s=rate,
                          models=found, stall=stall)
 

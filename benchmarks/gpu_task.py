@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.small_tasks import Rows
 from trainer import Outcome
 from trainer.distributed.ddp import Objective
 
-FIRST = 5
+FIRST = 20
 """The forward from which waits are refused: allocations and autotuning are over."""
 _FORWARDS = itertools.count(1)
 
@@ -25,7 +26,8 @@ _FORWARDS = itertools.count(1)
 @dataclasses.dataclass(frozen=True)
 class Waits:
     refuse_waits: bool = False
-    """Raise where the host waits for the GPU within a step, except for the step's sums."""
+    """Raise where the host waits for the GPU from the first forward of a step to its update, except
+    for the step's sums."""
     stuck_at: int = 0
     """Start a kernel that never ends, once in this run, at this forward of rank 0."""
 
@@ -44,10 +46,10 @@ class Waits:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         images, labels = batch
         forward = next(_FORWARDS)
-        if self.refuse_waits and forward == FIRST and images.is_cuda:
+        if self.refuse_waits and forward >= FIRST and images.is_cuda:
             torch.cuda.set_sync_debug_mode("error")
         if forward == self.stuck_at and os.environ.get("RANK", "0") == "0" and images.is_cuda:
-            mark = Path(os.environ.get("TMPDIR", "/tmp"), f"stuck-{os.environ['MASTER_PORT']}")
+            mark = Path(tempfile.gettempdir(), "stuck")  # gpu_day.sh has a folder of its own
             if not mark.exists():
                 mark.touch()
                 torch.cuda._sleep(1 << 62)
@@ -55,6 +57,10 @@ class Waits:
         right = (logits.detach().argmax(1) == labels).sum()
         total = functional.cross_entropy(logits, labels, reduction="sum")
         return Outcome(total, len(labels), {"accuracy": (right, len(labels))})
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.refuse_waits and torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")  # saves, and the end of the run, may wait
 
 
 def _may_wait(read: Any) -> Any:

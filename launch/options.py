@@ -61,12 +61,12 @@ def _ranks(text: str) -> int:
     return gpus or len(os.sched_getaffinity(0))
 
 
-def _visible_gpus() -> int:
+def _visible_gpus(root: Path = Path("/")) -> int:
     """Number of GPUs, without torch, which takes seconds to import."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return len([*root.glob("proc/driver/nvidia/gpus/*")] or [*root.glob("dev/nvidia[0-9]*")])
 
 
 def _nodes(text: str) -> tuple[int, int]:

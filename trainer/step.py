@@ -161,14 +161,14 @@ class ForwardBackward:
         self._seed, self._key = state.seed, rng.mix(state.seed, rng.MICRO)
         self._scaler = state.scaler
         self._generators = rng.find_generators(*self.model.modules(), objective.loss)
-        self._on_device = self.parameters[0].device.type != "cpu"
+        self.on_device = self.parameters[0].device.type != "cpu"
         self._leaves = [p for p in objective.parameters() if p is not objective.stats_carrier]
         others = set(self.of.others)
         self._trained = [n for n, p in wrapped.named_parameters()
                          if p.requires_grad and p not in others]
         self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
         for module in self.model.modules():
-            if isinstance(module, SyncBatchNorm) and not self._on_device:
+            if isinstance(module, SyncBatchNorm) and not self.on_device:
                 module.measure_with(self.communication)
 
     def __call__(
@@ -179,7 +179,7 @@ class ForwardBackward:
         spec = micro.spec
         mark = self.marks.mark if not rehearsal else self.marks.rehearse
         mark(Phase.FORWARD, spec.step, spec.epoch)
-        rng.seed_all(spec.step, spec.number, state=self._key, devices=self._on_device)
+        rng.seed_all(spec.step, spec.number, state=self._key, devices=self.on_device)
         if self._generators:
             rng.key(self._generators, self._seed, rng.MICRO, spec.step, spec.number)
         counts = micro.samples > 0
@@ -307,7 +307,9 @@ class Step:
         grad_norm = self.compute.of.clip(self.clip)
         self._device_span.second()
         with waiting_for(WaitsFor.DEVICE):
-            sums, norm, scale = self.objective.read_sums(vector, grad_norm, loss_scale)
+            sums, (norm, *scales) = self.objective.read_sums(
+                vector, [grad_norm] if loss_scale is None else [grad_norm, loss_scale])
+            scale = scales[0] if scales else None
         if sums.samples < self.min_samples:
             self._discard_window()
             return None
@@ -366,8 +368,7 @@ class Step:
 
     def _update(self, step: int) -> None:
         """Apply the update. What the user's code draws in it is keyed, equally on all ranks."""
-        on_device = self.parameters[0].device.type != "cpu"
-        key = rng.mix(self.state.seed, rng.MICRO)
+        key, on_device = rng.mix(self.state.seed, rng.MICRO), self.compute.on_device
         if self.own_update:
             rng.seed_all(step, UPDATE, state=key, devices=on_device)
         if 0 < self.computes.frozen_until < step:  # the first of these steps may be skipped
@@ -426,10 +427,9 @@ class Step:
     def _to_mean(self, count: Tensor | float) -> None:
         """Scale the gradients to those of the mean over the actual count."""
         nominal_count = self.objective.nominal_count
-        on_device = isinstance(count, Tensor) and count.device.type != "cpu"
-        if not on_device and float(count) == nominal_count:
-            return
-        if not on_device and count == 0:
-            count = math.nan  # avoids a division by 0; the update is skipped
+        if not isinstance(count, Tensor):
+            if count == nominal_count:
+                return
+            count = count or math.nan  # avoids a division by 0; the update is skipped
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, nominal_count / count)

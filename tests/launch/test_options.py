@@ -7,7 +7,7 @@ import os
 import pytest
 
 from launch.__main__ import main
-from launch.options import SECRET, Options, parse_options, take_secret
+from launch.options import SECRET, Options, _visible_gpus, parse_options, take_secret
 from trainer.errors import ConfigError
 
 
@@ -26,6 +26,17 @@ def test_ranks_as_torchrun_counts_them(text, visible, expected, monkeypatch) -> 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     assert parse_options([f"--nproc-per-node={text}"]).nproc_per_node == expected
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ((), 0), (("proc/driver/nvidia/gpus/0000:04:00.0", "dev/nvidia0", "dev/nvidia1"), 1),
+    (("dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "dev/nvidia-uvm"), 2)])
+def test_gpus_are_counted_without_torch(files, expected, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in files:
+        (tmp_path / name).mkdir(parents=True)
+
+    assert _visible_gpus(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("argv", "words"), [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed.waits import WaitsFor, waits_for
+
 ROOT = f"{Path(__file__).parents[2]}/"
+UNORDERED = {f"aten::{name}" for name in (
+    "nll_loss2d_forward", "cumsum", "bincount", "histc", "kthvalue", "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d", "avg_pool3d", "max_pool3d_with_indices", "fractional_max_pool2d",
+    "reflection_pad1d", "reflection_pad2d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "upsample_trilinear3d", "_embedding_bag")}
+"""Operations that raise for floats on CUDA under `use_deterministic_algorithms`, or in backward."""
 READS = {f"aten::{name}": value for name, value in {
     "_local_scalar_dense": None, "equal": True, "nonzero": None, "masked_select": None,
     "_unique2": None, "bincount": None, "repeat_interleave": None}.items()}
@@ -26,25 +36,35 @@ READS = {f"aten::{name}": value for name, value in {
 
 class HostWaits(TorchDispatchMode):
     """Records each operation for which the host waits: (file:function of the innermost frame of the
-    project, or else of torch; why). What it would read is 0.5, 1 or True."""
+    project, or else of torch; why; whether it is marked). What it would read is 0.5, 1 or True."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, str]] = []
+        self.found: list[tuple[str, str, bool]] = []
+        self.unordered: list[str] = []
+        """Operations without a deterministic kernel."""
 
     def note(self, why: str) -> None:
         frames = [f for f in traceback.extract_stack()[:-1] if f.filename != __file__]
         own = [f for f in frames if f.filename.startswith((f"{ROOT}trainer/", f"{ROOT}tests/"))
                and f.name != "waits_in"]
         frame = (own or frames)[-1]
-        self.found.append((f"{frame.filename.removeprefix(ROOT)}:{frame.name}", why))
+        marked = waits_for(threading.get_ident(), sys._getframe()) is WaitsFor.DEVICE
+        self.found.append((f"{frame.filename.removeprefix(ROOT)}:{frame.name}", why, marked))
 
     def places(self) -> list[str]:
-        return [place for place, _ in self.found]
+        return [place for place, *_ in self.found]
+
+    def unmarked(self) -> list[str]:
+        """Those that are not marked as a wait for the device: with a kernel that never ends, the
+        watchdog would take the host for busy."""
+        return [place for place, _, marked in self.found if not marked]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if name in UNORDERED and any(t.is_cuda and t.is_floating_point() for t in tensors):
+            self.unordered.append(name)
         if name in READS and any(t.is_cuda for t in tensors):
             self.note(name)
         if name == "aten::_local_scalar_dense":

@@ -38,6 +38,8 @@ class StepBoundary:
         self.on_cuda = self._device.type == "cuda"
         self._event = torch.cuda.Event() if self.on_cuda else None
         self._arrival = torch.cuda.Event(blocking=True) if self.on_cuda else None
+        # Made now: torch gives out its streams in turn, later one may be that of a stuck kernel.
+        self._side_stream = torch.cuda.Stream(self._device) if self.on_cuda else None
         self._parameters = list(model.parameters())
         self.snapshot = Snapshot(self._device)
         """Copies of the state for saves, which a GPU may make until the update of the next step."""
@@ -109,8 +111,7 @@ class StepBoundary:
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which another thread reads the state: on a GPU, a side stream that waits only
         for the work before the boundary."""
-        if self._event is None:
+        if self._event is None or self._side_stream is None:
             return contextlib.nullcontext()
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_event(self._event)
-        return torch.cuda.stream(stream)
+        self._side_stream.wait_event(self._event)
+        return torch.cuda.stream(self._side_stream)

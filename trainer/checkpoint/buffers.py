@@ -16,6 +16,7 @@ from trainer.distributed import serialization
 from trainer.distributed.replica_check import integers
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.torch_private import buffer_slots
+from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 
@@ -227,7 +228,8 @@ class Buffers:
         waits for the device."""
         for form, differs in self._differed.items():
             parts = differs.split([size for _, size in form])
-            flags = torch.stack([part.any() for part in parts]).tolist()
+            with waiting_for(WaitsFor.DEVICE):
+                flags = torch.stack([part.any() for part in parts]).tolist()
             self._moved |= {name for (name, _), flag in zip(form, flags, strict=True) if flag}
         return sorted(s.name for s in self._slots if s.is_persistent and s.name in self._moved)
 

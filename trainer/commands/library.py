@@ -35,7 +35,7 @@ from trainer.errors import (
     TrainerError,
 )
 from trainer.optim import compile_cache
-from trainer.optim.precision import set_determinism
+from trainer.optim.precision import set_determinism, tf32_restored
 from trainer.resilience.stop_signals import StopSignals, attend, handle_stop_signals
 from trainer.run.prepare import bind_seed
 from trainer.run.saved_run import load_weights
@@ -210,21 +210,19 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
 def _process_settings_restored() -> Iterator[None]:
     """Restore the settings that a training changes in the whole process."""
     cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
-    flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")}
-    matmul_precision = torch.get_float32_matmul_precision()
+    flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark")}
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with (rng.preserved(), compile_cache.restored(), torch.inference_mode(False),
-              torch.enable_grad()):
+        with (rng.preserved(), compile_cache.restored(), tf32_restored(),
+              torch.inference_mode(False), torch.enable_grad()):
             yield
     finally:
         torch.set_num_threads(threads)
         allocator.give_back()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(matmul_precision)
         for name, value in flags.items():
             setattr(cudnn, name, value)
 

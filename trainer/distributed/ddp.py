@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, listed
 from trainer.task import Outcome, check_outcome, first_batch
 
 if TYPE_CHECKING:
+    from trainer.data.map_dataset import MicroBatch
     from trainer.data.sampler import MicroBatchSpec
 
 
@@ -266,23 +267,30 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             self.stats_carrier.grad = None
 
-    def read_sums(self, vector: Vector, grad_norm: Tensor, scale: Tensor | None = None
-                  ) -> tuple[StepSums, float, float | None]:
-        """Copy sums, gradient norm and loss scale to the host, which waits for this transfer."""
-        others = [n for n in (grad_norm, scale) if n is not None]
+    def read_sums(self, vector: Vector, others: Sequence[Tensor]) -> tuple[StepSums, list[float]]:
+        """Copy the sums and other scalars to the host, in one transfer, for which it waits."""
         if isinstance(vector, list):
-            values, (norm, *scales) = vector, map(float, others)
+            values, read = vector, [float(n) for n in others]
         else:
             numbers = torch.cat([vector, *(n.reshape(1).float() for n in others)]).tolist()
-            values = self._round_counts(numbers[: len(vector)])
-            norm, *scales = numbers[len(vector) :]
+            values, read = self._round_counts(numbers[: len(vector)]), numbers[len(vector) :]
         loss, count, samples, replaced = values[: len(_COUNTED)]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
         pairs = zip(values[len(_FIXED) :: 2], values[len(_FIXED) + 1 :: 2], strict=True)
         metrics = dict(zip(self.accumulator.names or (), pairs, strict=True))
-        sums = StepSums(loss, count, round(samples), round(replaced), requests, metrics)
-        return sums, norm, scales[0] if scales else None
+        return StepSums(loss, count, round(samples), round(replaced), requests, metrics), read
+
+
+def with_own_gradients(parameters: Sequence[Tensor], micro_batches: Iterable[MicroBatch]
+                       ) -> Iterator[MicroBatch]:
+    """The micro-batches of a step. After the first one its gradients are copied, if others add to
+    them: those of a CUDA graph lie in memory that its next run overwrites (pytorch #169545)."""
+    for index, micro in enumerate(micro_batches):
+        yield micro
+        if index == 0 and not micro.spec.last:
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
 
 def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,

@@ -11,8 +11,9 @@ SETTINGS = {
     # Not to end the process minutes after one slow collective (pytorch #155916).
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Not to end the process 100 ms after a CUDA error (pytorch #126544).
+    # Not to end the process 100 ms after a CUDA error (pytorch #126544), or after a timeout (2.15).
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
 }
 _NO_CHANGE_OF_BITS = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET", "NCCL_RAS",
                       "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT")

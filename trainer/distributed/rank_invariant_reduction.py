@@ -353,7 +353,10 @@ class RankInvariantReduction:
             total = self._add_up()
             all_rows = all_rows.flatten(0, 1)
             numbered = all_rows.index_select(0, plan.order)
-        used = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
+        used = None
+        if self._optional:
+            with waiting_for(WaitsFor.DEVICE):
+                used = numbered[:, self._sums : self._width].sum(0).tolist()
         for i, (parameter, view) in enumerate(zip(self._parameters, total.gradients, strict=True)):
             parameter.grad = view if used is None or used[i] else None
         sums = numbered[:, : self._sums].sum(0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from trainer.distributed.torch_private import TorchDispatchMode, autograd_node, tree_leaves
+from trainer.distributed.waits import WaitsFor, waiting_for
 
 IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 """Parts of names of operations that return uninitialised memory or values of other ranks."""
@@ -70,14 +71,11 @@ class _NanMode(TorchDispatchMode):
     def finish(self) -> None:
         """Report what a device has found; the host waits for it."""
         found, self._on_device = self._on_device, []
-        flags = torch.stack([made for _, made in found]).tolist() if found else []
+        with waiting_for(WaitsFor.DEVICE):
+            flags = torch.stack([made for _, made in found]).tolist() if found else []
         for (origin, _), flag in zip(found, flags, strict=True):
             if flag:
                 return self._report_once(origin)
-
-    def forget(self) -> None:
-        """Drop what a device has found."""
-        self._on_device = []
 
     def _report_once(self, origin: Origin) -> None:
         if not self._reported:
@@ -108,9 +106,6 @@ def nan_detector(wrapped: nn.Module, model: nn.Module, report: Callable[[Origin]
     try:
         with tracker, mode:
             yield
-    except torch.AcceleratorError:
-        mode.forget()  # the device does not answer any more
-        raise
     finally:
         mode.finish()
 

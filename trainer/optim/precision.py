@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,6 +107,31 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def set_tf32(allowed: bool) -> None:
-    """Allow or forbid TF32 for fp32 products on CUDA. (Torch's default differs by operation.)"""
+    """Allow or forbid TF32 for fp32 products on CUDA. (Torch's default differs by operation.)
+
+    Torch itself reads the older settings; if user code has used the newer ones (`fp32_precision`),
+    only these forbid TF32 in convolutions.
+    """
+    cudnn: Any = torch.backends.cudnn
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    cudnn.allow_tf32 = allowed
+    for operation in (cudnn.conv, cudnn.rnn):
+        operation.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@contextlib.contextmanager
+def tf32_restored() -> Iterator[None]:
+    """Restore the settings of TF32 at the end of the context."""
+    cudnn: Any = torch.backends.cudnn
+    operations, older = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn), None
+    newer = [operation.fp32_precision for operation in operations]
+    with contextlib.suppress(RuntimeError):  # raised if user code has used the newer ones
+        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
+        for operation, value in zip(operations, newer, strict=True):
+            operation.fp32_precision = value

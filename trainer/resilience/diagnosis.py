@@ -165,6 +165,7 @@ class Diagnosis:
 
 def diagnose(error: BaseException) -> Diagnosis:
     """Diagnose an exception, also one that a loader worker has sent as text."""
+    error = _first(error)
     text = text_of(error)
     kind, message, frames = type(error).__name__, text, _frames(error)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
@@ -250,6 +251,14 @@ def explain_memory(memory: str, phase: str, config: Any) -> str:
     return "\n".join([f"{who}, in phase {phase}, with micro-batches of {batch.micro_size}. "
                       "Remedies, in this order:",
                       *(f"  {number}. {words}" for number, words in enumerate(found, 1))])
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a GPU: every later call fails too, such as one in a `finally`."""
+    while (before := error.__context__) is not None and all(
+            "CUDA error" in text_of(one) for one in (error, before)):
+        error = before
+    return error
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -295,6 +295,8 @@ def _make_computes(
         with of.alone():
             wrapped, objective = _wrap(config, setup, world, boundary, turn)
             reduction: Reduction = iter
+            if setup.choice.mode and world.device.type == "cuda":
+                reduction = partial(ddp.with_own_gradients, of.trained)
             if config.parallel.reduction == "canonical":
                 reduction = RankInvariantReduction(
                     objective, of.trained, boundary.buffers, world, setup.plan,

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -123,21 +123,19 @@ class Guard:
             return False
         if self.must_roll_back and step >= self.intervals.total:
             return False  # a restart at the last step could not warm up
-        if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
-            if not self.boundary.only_buffers_change:
-                log.warning(f"step {step} isn't saved: this model's forward changes parameters, "
-                            "and a forward had started")
-                return False
-            if not self.boundary.close(world.launch.grace_s):
-                return False  # another thread saves, and ends the process
-            if self.boundary.on_cuda and not self.boundary.buffers.was_reassigned:
-                return self._save_beside(noticed_s)  # a kernel may wait for the lost rank for ever
-            try:
+        with self._failure_logged():
+            if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
+                if not self.boundary.only_buffers_change:
+                    log.warning(f"step {step} isn't saved: this model's forward changes "
+                                "parameters, and a forward had started")
+                    return False
+                if not self.boundary.close(world.launch.grace_s):
+                    return False  # another thread saves, and ends the process
+                if self.boundary.on_cuda and not self.boundary.buffers.was_reassigned:
+                    return self._save_beside(noticed_s)  # a kernel may wait for the lost rank
                 self.boundary.buffers.put_back()
-            except RuntimeError as error:  # no call succeeds after an error of the GPU
-                log.warning(f"step {step} could not be saved: {error}")
-                return False
-        return self._save_alone(noticed_s)
+            return self._save_alone(noticed_s)
+        return False
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:
         """Like `emergency_save`, from another thread while the main thread computes or is blocked,
@@ -152,7 +150,19 @@ class Guard:
             return None
         if lost and self.context.world.size > 1:
             self.context.log.event("lost-peer", failed_step=self.current_step)
-        return self._save_beside(noticed_s)
+        with self._failure_logged():
+            return self._save_beside(noticed_s)
+        return False
+
+    @contextlib.contextmanager
+    def _failure_logged(self) -> Iterator[None]:
+        """Context of a save that must not hide the error before it, after which a GPU may refuse
+        every call."""
+        try:
+            yield
+        except (OSError, TrainerError, RuntimeError) as error:
+            step = self.state.progress.step
+            self.context.log.warning(f"step {step} could not be saved: {error}")
 
     def _save_beside(self, noticed_s: float) -> bool:
         """Save the boundary with the copies of the buffers, whatever the main stream of a GPU does.
@@ -165,21 +175,17 @@ class Guard:
         checkpoint, log, step = self.checkpoint, self.context.log, self.state.progress.step
         began_s = time.perf_counter()
         checkpoint.abandon()
-        try:
-            left_s = self.context.world.launch.grace_s - (began_s - noticed_s)
-            if why := checkpointer.reason_not_to_save(
-                    self.context.path / EVENTS, checkpoint.store, self.state, left_s=left_s,
-                    generation=checkpoint.generation, interval=self.intervals.checkpoint):
-                log.warning(why)
-                log.event("save-left-out", at_step=step, why=why)
-                return False
-            try:
-                saved = checkpoint.save_alone(kept)
-            except OSError:  # try once more: the disk may have free space again
-                saved = checkpoint.save_alone(kept)
-        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
-            log.warning(f"step {step} could not be saved: {error}")
+        left_s = self.context.world.launch.grace_s - (began_s - noticed_s)
+        if why := checkpointer.reason_not_to_save(
+                self.context.path / EVENTS, checkpoint.store, self.state, left_s=left_s,
+                generation=checkpoint.generation, interval=self.intervals.checkpoint):
+            log.warning(why)
+            log.event("save-left-out", at_step=step, why=why)
             return False
+        try:
+            saved = checkpoint.save_alone(kept)
+        except OSError:  # try once more: the disk may have free space again
+            saved = checkpoint.save_alone(kept)
         if saved is not None:
             log.event("save", at_step=saved, kind="survivor",
                       seconds=round(time.perf_counter() - began_s, 6))

@@ -76,7 +76,8 @@ class MetricStates:
             if merge is operator.add and not isinstance(value, list) and (
                     not value.is_floating_point() and not value.is_complex()):
                 self._counts[place] = tensors.pop().long() + self._counts.get(place, 0)
-            row.append(tensors)
+            # Not waited for: the scores of the evaluation are read from the device after it.
+            row.append([tensor.to("cpu", non_blocking=True) for tensor in tensors])
 
     def compute(self, world: World) -> dict[str, float]:
         """Collective. The values over all batches of all ranks, by name."""
@@ -92,7 +93,7 @@ class MetricStates:
                 value = functools.reduce(merge, (row[place][0] for row in rows))
             else:
                 count = self._counts.get(place, torch.zeros(default.shape, dtype=torch.int64))
-                value = world.all_sum(count).to(default.dtype)
+                value = world.all_sum(count.cpu()).to(default.dtype)
             setattr(module, state, value)
         for name, metric in self.metrics.items():
             # A copy: what compute() changes besides the states would reach the next validation.
@@ -137,7 +138,7 @@ def _tensor(module: Any, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise ConfigError(f"--task: metrics(): a state of {type(module).__name__} has a "
                           f"{type(value).__name__}; only tensors can be sent to other ranks.")
-    return value.detach().cpu()
+    return value.detach()
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, float]]:

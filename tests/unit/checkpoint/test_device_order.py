@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device_recorder import Recorder
+from device_recorder import Recorder, Stream
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -150,19 +150,45 @@ def test_an_update_does_not_begin_before_a_broadcast_of_buffers_has_arrived(
 
 
 @pytest.mark.parametrize("by", [Guard.emergency_save, Guard.emergency_save_from_watchdog])
-def test_a_survivor_saves_the_boundary_beside_a_kernel_that_never_ends(by, run: Run) -> None:
+def test_a_survivor_saves_the_boundary_beside_a_kernel_that_never_ends(
+    by, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.train()
     kept = {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
     run.boundary.begin_step()
     run.state.model(torch.randn(8, 3))  # moves the statistics of the batch norm
     run.recorder.queue("stuck")
+    pinned, buffer_for = list[bool](), snapshot._buffer_for
+    monkeypatch.setattr(snapshot, "_buffer_for", lambda tensor, used, pin: pinned.append(pin) or
+                        buffer_for(tensor, used, pin))
 
     assert by(run.guard())
+    assert pinned
+    assert not any(pinned)  # pinning would wait for the kernel
 
     for work in ("copy 1", "buffers 1", "write"):
         assert "stuck" not in run.recorder.before.get(work, ())
     saved = run.saved(1)
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("by", [Guard.emergency_save, Guard.emergency_save_from_watchdog])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_gpu_that_refuses_every_call_does_not_hide_its_first_error(
+    saves: bool, by, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    run.train()
+    if saves:
+        run.checkpoint.save("periodic")
+        run.checkpoint.finish_pending(must=True)
+    run.boundary.begin_step()
+    for name in ("wait_event", "wait_stream"):
+        monkeypatch.setattr(Stream, name, refuse)
+
+    assert not by(run.guard())
 
 
 def test_the_memory_of_the_first_save_is_made_at_the_start(run: Run) -> None:

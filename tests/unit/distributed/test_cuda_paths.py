@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from trainer.commands.train import Training
+from trainer.commands.train import RankProcess, Training
 from trainer.config.schema import Config
 from trainer.distributed import nccl
 from trainer.distributed import world as world_module
 from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
+from trainer.optim.precision import set_determinism
 from trainer.resilience import watchdog
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import circumstances
@@ -67,8 +69,43 @@ def test_the_watchdog_of_nccl_is_off_unless_the_user_has_set_it(before, kept, mo
         monkeypatch.setenv(name, value)
 
     assert nccl.configure() == kept
-    expected = nccl.SETTINGS | dict(text.split("=") for text in kept)
-    assert {name: os.environ[name] for name in nccl.SETTINGS} == expected
+    expected = dict.fromkeys((
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "TORCH_NCCL_TEARDOWN_ON_TIMEOUT"), "0")
+    expected |= dict(text.split("=") for text in kept)
+    assert {name: os.environ[name] for name in expected} == expected
+
+
+def test_device_and_deterministic_kernels_are_set_before_the_groups_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch excludes NCCL's algorithm NVLS when its first group is made (pytorch #156381)."""
+    seen = list[object]()
+
+    def join(world: World, timeout_s: float) -> None:
+        seen.extend((torch.are_deterministic_algorithms_enabled(),
+                     os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+        raise ConfigError("seen")
+
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2,
+                        "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(world_module, "choose_device", lambda *_: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(str(device)))
+    monkeypatch.setattr(World, "_join", join)
+    threads = torch.get_num_threads()
+    set_determinism(False)
+    try:
+        with pytest.raises(ConfigError, match="seen"):
+            RankProcess(StopSignals())._train([f"--run-dir={tmp_path}"], None)
+    finally:
+        set_determinism(False)
+        torch.set_num_threads(threads)
+
+    assert seen == ["cuda:1", True, ":4096:8"]
 
 
 @pytest.mark.parametrize(("reduction", "size", "more"), [
@@ -111,6 +148,7 @@ def test_nccl_is_initialised_under_the_watchdog_since_it_waits_for_a_missing_ran
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(LaunchInfo(size=2, local_size=2), torch.device("cuda"), 1)
+    world._current_timeout_s, world._long_timeout_s = 60.0, 1800.0
     seen = list[object]()
 
     class Stopped(Exception):
@@ -124,6 +162,8 @@ def test_nccl_is_initialised_under_the_watchdog_since_it_waits_for_a_missing_ran
 
     def new_group(**options: object) -> None:
         seen.append(waits_for(threading.get_ident(), sys._getframe()))
+        assert options == {"backend": "nccl", "device_id": world.device,
+                           "timeout": timedelta(seconds=1800)}  # the watchdog is faster
         raise Stopped
 
     monkeypatch.setattr(watchdog, "Watchdog", Watching)
@@ -135,6 +175,16 @@ def test_nccl_is_initialised_under_the_watchdog_since_it_waits_for_a_missing_ran
         Training(Log(level="error"), StopSignals()).run(Config(), world)
 
     assert seen == ["watchdog", WaitsFor.DEVICE]
+
+
+def test_two_ranks_with_the_same_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(LaunchInfo(size=3, local_size=3), torch.device("cuda"), 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(world, "gather_json", lambda value: [value, "other", value])
+
+    with pytest.raises(ConfigError, match="ranks 0, 2 have the same GPU"):
+        world.connect_gpus()
 
 
 def test_ranks_on_gpus_and_ranks_on_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

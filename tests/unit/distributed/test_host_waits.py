@@ -4,6 +4,7 @@ no values: see tests/support/host_waits.py."""
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,9 @@ from trainer.optim.ema import Ema
 from trainer.optim.nan_detection import nan_detector
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
+from trainer.run.metric_states import MetricStates
 from trainer.step import Step
+from trainer.tasks import losses
 from trainer.tasks.images import Images
 from trainer.tasks.shapes import Shapes
 from trainer.tasks.spiral import Spiral
@@ -71,9 +74,9 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
                    {"hits": (hits, len(x)), "rows": (hits.reshape(1), torch.tensor([len(x)]))})
 
 
-def micro_batches(stand_in: bool = True) -> list[MicroBatch]:
+def micro_batches(stand_in: bool = True, first: int = 0) -> list[MicroBatch]:
     """Two with samples, and a stand-in."""
-    numbers = (0, 1, -1)[: 2 + stand_in]
+    numbers = (first, first + 1, -1)[: 2 + stand_in]
     batch = torch.empty(4, 8, device=CUDA), torch.empty(4, dtype=torch.int64, device=CUDA)
     return [MicroBatch(MicroBatchSpec(1, 0, n, n == numbers[-1], (0, 1, 2, 3) * (n >= 0)), batch)
             for n in numbers]
@@ -87,11 +90,10 @@ def applied(size: int) -> list[float]:
 
 
 def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
-              clip: Clip | None = None, fp16: bool = False, canonical: bool = False,
+              clip: Clip | None = None, fp16: bool = False, canonical: int = 0,
               optional: bool = False, anomaly: bool = False, **options: Any) -> Step:
     model = net()
     made = optimizer(model.parameters(), lr=0.1, **options)
-    world = World(LaunchInfo(size=1), torch.device("cpu"), 1)
     state = TrainState(
         model=model, optimizer=made, schedule=LambdaLR(made, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cuda", enabled=fp16), progress=TrainProgress(),
@@ -103,7 +105,10 @@ def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
     if anomaly:
         step.nan_detector = lambda spec: nan_detector(objective, model, lambda origin: None)
     if canonical:
-        plan = BatchPlan(samples=16, global_size=8, micro_size=4, drop_last=True)
+        world: Any = SimpleNamespace(  # the second rank, of several
+            rank=int(canonical > 1), size=canonical, group=canonical > 1 or None,
+            broadcast=lambda _: None)
+        plan = BatchPlan(samples=64, global_size=8 * canonical, micro_size=4, drop_last=True)
         step.compute.reduction = RankInvariantReduction(
             objective, step.compute.parameters, buffers, world, plan, optional=optional)
     return step
@@ -117,9 +122,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "clipped by value": ({"clip": Clip(value=1.0, norm=None)}, []),
     "fp16": ({"fp16": True}, []),
     "fp16 on several ranks, fused": ({"fp16": True, "ranks": 2, "fused": True}, []),
-    "canonical": ({"canonical": True}, []),
+    "canonical": ({"canonical": 1}, []),
+    "canonical on several ranks": ({"canonical": 4}, []),
     "canonical with --parallel.find-unused": (
-        {"canonical": True, "optional": True},
+        {"canonical": 1, "optional": True},
         # The host decides which parameters the optimizer updates.
         ["trainer/distributed/rank_invariant_reduction.py:_finish"]),
     "--numerics.anomaly on": (
@@ -130,11 +136,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_once_in_a_step(case: str) -> None:
+def test_the_host_waits_once_in_a_step(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "P2POp", lambda *_: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda calls: [])
     options, others = CASES[case]
+    ranks = options.get("canonical", 0)
     with waits_in(applied) as waits:
         step = make_step(**options)
-        batch = micro_batches(stand_in=not options.get("canonical"))
+        batch = micro_batches(stand_in=not ranks, first=2 * (ranks > 1))
         step(batch)  # allocates what later steps use
         waits.found.clear()
         result = step(batch)
@@ -143,6 +152,8 @@ def test_the_host_waits_once_in_a_step(case: str) -> None:
     assert not result.skipped
     print(f"step, {case}: {len(waits.found)} host waits")
     assert waits.places() == [*others, SUMS], waits.found
+    assert not waits.unmarked()
+    assert not waits.unordered
 
 
 @pytest.fixture
@@ -222,6 +233,23 @@ def test_an_evaluation_is_read_once_however_many_batches_it_has(size: int) -> No
     assert waits.places() == [
         "trainer/checkpoint/buffers.py:moved",  # changed in eval mode: a warning
         "trainer/run/evaluate.py:read", "trainer/run/evaluate.py:read"]  # sums, and the table
+    assert not waits.unmarked()
+
+
+def test_the_states_of_a_metric_are_not_waited_for() -> None:
+    with waits_in() as waits:
+        metric = SimpleNamespace(
+            reset=lambda: None, update=lambda *_: None, to=lambda _: None, modules=lambda: [],
+            hits=torch.empty((), dtype=torch.int64, device=CUDA),
+            seen=[torch.empty(3, device=CUDA)])
+        states = MetricStates(SimpleNamespace(), CUDA)
+        states.metrics = {"own": metric}
+        states._states = [(metric, "hits", operator.add), (metric, "seen", operator.add)]
+        waits.found.clear()
+        for number in range(3):
+            states.add(number, ((), ()))
+
+    assert not waits.found
 
 
 @pytest.mark.parametrize("task", [
@@ -242,6 +270,16 @@ def test_the_loss_of_a_shipped_task_never_waits(task: Any) -> None:
 
     print(f"{task}: {len(waits.found)} host waits")
     assert not waits.found
+    assert not waits.unordered
+
+
+def test_cross_entropy_of_each_position_has_a_deterministic_kernel() -> None:
+    with waits_in() as waits:
+        total, count = losses.named("cross-entropy")(
+            torch.empty(2, 3, 4, 4, device=CUDA), torch.zeros(2, 4, 4, dtype=int, device=CUDA))
+
+    assert (total.shape, count) == ((), 32)
+    assert not waits.unordered
 
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

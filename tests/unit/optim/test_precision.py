@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -84,3 +86,40 @@ def test_determinism_can_be_turned_off_again():
     for wanted in (True, False):
         precision.set_determinism(wanted)
         assert torch.are_deterministic_algorithms_enabled() == wanted
+
+
+CONV, MATMUL = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+
+
+def use_newer_settings() -> None:
+    MATMUL.fp32_precision = CONV.fp32_precision = "tf32"
+
+
+@pytest.fixture
+def tf32_of_torch() -> Iterator[None]:
+    """Torch's own settings afterwards."""
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    MATMUL.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("of_user", [
+    lambda: None, use_newer_settings, lambda: setattr(torch.backends, "fp32_precision", "tf32")])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tf32_is_as_set_whichever_api_user_code_has_used(
+    of_user: Callable[[], None], allowed: bool, tf32_of_torch: None
+) -> None:
+    """Torch raises where a process reads the older settings after it has used the newer ones."""
+    of_user()
+    before = CONV.fp32_precision, MATMUL.fp32_precision
+
+    with precision.tf32_restored():
+        precision.set_tf32(allowed)
+        found = torch.backends.cudnn.allow_tf32, MATMUL.allow_tf32
+        newer = CONV.fp32_precision, MATMUL.fp32_precision
+
+    assert found == (allowed, allowed)
+    assert newer == ("tf32" if allowed else "ieee",) * 2
+    assert (CONV.fp32_precision, MATMUL.fp32_precision) == before

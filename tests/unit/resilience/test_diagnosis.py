@@ -41,6 +41,19 @@ def test_errors_of_a_gpu_have_a_remedy(text: str, memory: str | None, helps: str
     assert helps in found.message
 
 
+def test_of_errors_of_a_gpu_the_first_is_told_since_every_later_call_fails():
+    def exchange() -> None:
+        try:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        finally:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError) as caught:
+        exchange()
+
+    assert "label above the number of classes" in diagnose(caught.value).message
+
+
 @pytest.mark.parametrize(("text", "is_import"), [
     ("No module named 'nowhere'", True),
     ("libx.so: failed to map segment from shared object", False)])
