@@ -87,7 +87,8 @@ class StagedCheckpoint:
     def _counted(self, content: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
         with suppress(TypeError):  # first, since an array is iterable too
             content = [memoryview(content)]  # type: ignore[arg-type]
-        for view in map(memoryview, content):
+        for buffer in content:
+            view = memoryview(buffer)
             before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
             yield view
             if self.bytes_tried and not before:

@@ -26,7 +26,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, Listing, parse_manifest
+from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, parse_manifest
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
@@ -157,14 +157,16 @@ class Mirror:
         """The bytes of a file of a manifest, in parts; verified after the last one."""
         key, file = f"{manifest['data']}/{name}", manifest["files"][name]
         place = f"{layout.step_name(manifest['step'])} in the mirror"
-        listing = Listing(self.store.download(key, file["bytes"]))
+        hasher, size = xxhash.xxh3_128(), 0
         try:
-            for part in listing:
+            for part in self.store.download(key, file["bytes"]):
+                hasher.update(part)
+                size += len(part)
                 self._progress()
                 yield part
         except Missing as error:
             raise CheckpointDamaged(f"{place}: {key} is missing") from error
-        if listing.entry != file:
+        if (size, hasher.hexdigest()) != (file["bytes"], file["xxh3_128"]):
             raise CheckpointDamaged(f"{place}: {name} doesn't match its checksum")
 
     def verify(self, entry: MirrorEntry) -> None:
