@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,12 @@ from trainer.run.proof import (
     check_state_dict,
     differing,
     foreign_leaves,
+    has_batch_statistics,
     unequal_sums,
     values,
 )
 from trainer.run.stream_proof import prove_stream, remedies
+from trainer.run.trial import divided
 from trainer.step import Step, TurnParameters
 from trainer.task import (
     Outcome,
@@ -69,8 +71,8 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
                            'and "test" may be None.')
                 continue
             first, later, second = (  # another epoch in between, as in a run
-                content(read_items(task, dataset, 0, batch_size, epoch=e)) for e in (0, 1, 0))
-            fresh = [content(read_items(task, again, 0, batch_size, epoch=e)) for e in (1, 0)]
+                content(read_items(task, dataset, range(batch_size), epoch=e)) for e in (0, 1, 0))
+            fresh = [content(read_items(task, again, range(batch_size), epoch=e)) for e in (1, 0)]
         except Exception as error:
             yield raised(f'reading dataset("{split}")', error)
             continue
@@ -107,16 +109,16 @@ def dataset_of(task: Any, split: str) -> Any:
     return task.dataset(split)
 
 
-def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
-    """Read a batch of `count` samples from `first` on (fewer at the end), as the loader does."""
+def read_items(task: Any, dataset: Any, which: Sequence[int], *, epoch: int = 0) -> Any:
+    """Read a batch of the samples with these numbers (fewer at the end), as the loader does."""
     collate = getattr(task, "collate", batches.collate)
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
         rng.seed_all(SEED, rng.SAMPLE, epoch)
         rng.key(rng.find_generators(dataset), SEED, rng.SAMPLE, epoch)
-        items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
-        return batches.collated(collate, items)
-    indices = tuple(range(first, min(first + count, len(dataset))))
+        items = [item for item, _ in zip(dataset, range(max(which) + 1), strict=False)]
+        return batches.collated(collate, [items[i] for i in which if i < len(items)])
+    indices = tuple(i for i in which if i < len(dataset))
     return KeyedSamples(dataset, seed=SEED, collate=collate)[
         MicroBatchSpec(1, epoch, 0, True, indices)].batch
 
@@ -162,8 +164,8 @@ class _Case:
     """A batch of `size` samples."""
     other: Any
     """Another batch; `whole` if the data set has no more samples."""
-    halves: tuple[Any, Any] | None
-    """`whole` in two batches; None for a single sample."""
+    parts: list[Any]
+    """`whole` in two batches, and in reverse order; empty for a single sample."""
     turn: str = ""
     """The turn whose loss is tested, if the task has turns."""
 
@@ -232,12 +234,10 @@ def _case(task: Any, batch_size: int) -> _Case:
     data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
     size = min(batch_size, known)
-    whole = read_items(task, data, 0, size)
-    other = read_items(task, data, size, size) if known > size else whole
-    half = size // 2
-    halves = (read_items(task, data, 0, half),
-              read_items(task, data, half, size - half)) if half else None
-    return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
+    read = partial(read_items, task, data)
+    whole, *parts = divided(read, size) if size > 1 else [read(range(size))]
+    other = read(range(size, 2 * size)) if known > size else whole
+    return _Case(task=task, whole=whole, other=other, parts=parts, size=size)
 
 
 def _check_model(case: _Case) -> Iterator[str]:
@@ -273,12 +273,12 @@ def _check_gradients(case: _Case) -> Iterator[str]:
     others = list[Tensor]()
     if case.turn:
         others = TurnParameters(optimizer_of(Optim(), model, case.task), case.turn).others
-    outcome = case.outcome(model, case.whole)
-    total, _ = check_outcome(outcome)
-    foreign = foreign_leaves(total, model)
+    foreign = list[dict[Tensor, str]]()
+    for _ in range(2):
+        total, _ = check_outcome(case.outcome(model, batches.copy_of(case.whole)))
+        foreign.append({leaf(): text for leaf, text in foreign_leaves(total, model)})
     total.backward()
-    del outcome, total
-    if lasting := [text for leaf, text in foreign if leaf() is not None]:
+    if lasting := [text for leaf, text in foreign[1].items() if leaf in foreign[0]]:
         yield FOREIGN.format(listed(lasting))
     trainable = {n: p.grad for n, p in model.named_parameters()
                  if p.requires_grad and all(p is not other for other in others)}
@@ -293,8 +293,9 @@ def _check_gradients(case: _Case) -> Iterator[str]:
 def _check_sums(case: _Case) -> Iterator[str]:
     """Compare sums in eval mode: with dropout or batch statistics they may depend on the split, as
     with buffers that change in eval mode."""
-    if case.halves is None:
+    if not case.parts:
         return
+    *halves, turned = case.parts
     model = case.model()
     model.eval()
     buffers = Buffers(model)
@@ -303,7 +304,10 @@ def _check_sums(case: _Case) -> Iterator[str]:
         with buffers.preserved():
             return case.outcome(model, batch, key=key)
 
-    problems = unequal_sums(outcome, model, case.whole, case.halves, tolerance=TOLERANCE) or []
+    problems = unequal_sums(
+        outcome, model, case.whole, halves, turned, tolerance=TOLERANCE) or []
+    if has_batch_statistics(model):
+        return
     yield from (f"{problem}: {SUMS}" for problem in problems if not buffers.moved())
 
 

@@ -127,6 +127,32 @@ class HiddenStatistics(Regression):
         return Centred()
 
 
+class Cast(nn.Module):
+    """Half of it is in bf16, which autocast allows; keeps its input, to derive by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x.clone().requires_grad_(True)
+        return self.head(self.norm(self.body(self.x).float()))
+
+
+class Unusual(Regression):
+    """Exact, with samples that are mixed with each other."""
+
+    def model(self) -> nn.Module:
+        return Cast()
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        other = torch.randperm(len(x))
+        return x.lerp(x[other], 0.3), y.lerp(y[other], 0.3)
+
+
 class Slope(Regression):
     """A sum whose gradient is that of a mean."""
 

@@ -88,6 +88,41 @@ class Partly(nn.Linear):
         self.unused = nn.Linear(2, 2)
 
 
+class Mixed(Good):
+    """Mixes the samples of a batch with each other, by numbers drawn for all of them."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        share, other = random.random(), torch.randperm(len(x))
+        return x.lerp(x[other], share), y.lerp(y[other], share)
+
+
+class Derived(nn.Linear):
+    """Keeps its input as an attribute, to derive by it."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.x = x.clone().requires_grad_(True)
+            y = super().forward(self.x).square()
+            return y + torch.autograd.grad(y.sum(), self.x, create_graph=True)[0].sum(1, True)
+
+
+class Rough(nn.Module):
+    """Adds gradients of many positions in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3, dtype=torch.bfloat16)
+        self.place = nn.Buffer(torch.randn(2, 4096, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm((x[:, None] * self.place[0]).bfloat16()) * self.place[1]
+        return y.float().sum((1, 2))[:, None] / 64
+
+
 def problems(task: Any, **arguments: Any) -> str:
     with pytest.raises(AssertionError) as caught:
         check_task(task, **arguments)
@@ -101,6 +136,9 @@ def problems(task: Any, **arguments: Any) -> str:
     # Its vectors move without samples.
     with_loss(summed, lambda: nn.utils.spectral_norm(nn.Linear(3, 1))),
     with_loss(summed, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1))),
+    Mixed(), with_loss(summed, Derived), with_loss(summed, Rough),
+    with_loss(summed, lambda: nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))),
 ], ids=lambda task: type(task).__name__)
 def test_a_correct_task_passes(task):
     check_task(task)

@@ -28,6 +28,7 @@ from trainer.checkpoint.train_state import (
     fits_json,
     model_tensors,
 )
+from trainer.distributed import torch_private
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.replica_check import checksums
 from trainer.errors import CheckpointDamaged, ConfigError, listed
@@ -130,13 +131,14 @@ def short_form(tensor: Tensor) -> Any:
 
 def unequal_sums(
     compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any,
-    halves: Sequence[Any], *, tolerance: float,
+    halves: Sequence[Any], turned: Any, *, tolerance: float,
 ) -> list[str] | None:  # fmt: skip
     """What differs between the sums and gradients of a batch and those of its halves, one sentence
     each; None if the loss is random. The model's gradients are lost.
 
     Args:
         compute: the outcome of a batch, with random numbers that a key selects.
+        turned: the batch in reverse order, whose gradients differ by rounding only.
         tolerance: for rounding, relative to max(1, |sum|).
     """
     one, slopes = _sums_and_gradients(compute, model, [whole], 1)
@@ -146,7 +148,11 @@ def unequal_sums(
     problems = [f"{name} of a batch is {value:.6g}, but {added.get(name, math.nan):.6g} for the "
                 "same samples in two batches" for name, value in one.items()
                 if not abs(value - added.get(name, math.nan)) <= tolerance * max(1.0, abs(value))]
-    if not problems and (names := _unequal_gradients(slopes, added_slopes, tolerance)):
+    names = [] if problems else _unequal_gradients(slopes, added_slopes, {}, tolerance)
+    if names:
+        _, rounded = _sums_and_gradients(compute, model, [turned], 1)
+        names = _unequal_gradients(slopes, added_slopes, rounded, tolerance)
+    if names:
         problems = [f"the gradient of {listed(names)} for a batch is not the sum of those for the "
                     "same samples in two batches"]
     if problems:
@@ -157,13 +163,17 @@ def unequal_sums(
 
 
 def _unequal_gradients(
-    one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float
-) -> list[str]:
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], rounded: Mapping[str, Tensor],
+    tolerance: float,
+) -> list[str]:  # fmt: skip
+    """Names of gradients that differ by more than the tolerances, and than `rounded` does: sums
+    over many tokens in bf16 have large errors."""
     norms = {name: float(slope.norm()) for name, slope in one.items()}
     least = GRADIENT_TOLERANCE * 1e-3 * math.hypot(*norms.values())
     share = max(GRADIENT_TOLERANCE, tolerance)
     return [name for name, norm in norms.items() if name in other
-            and float((one[name] - other[name]).norm()) > least + share * norm]
+            and float((one[name] - other[name]).norm()) > least + share * norm + ROUNDINGS * float(
+                (one[name] - rounded.get(name, one[name])).norm())]
 
 
 def _sums_and_gradients(
@@ -194,9 +204,15 @@ def sums(outcome: Outcome) -> dict[str, float]:
             for name, value in found.items()}
 
 
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether a batch norm has no running statistics: it uses those of the batch in eval mode."""
+    return any(isinstance(module, torch_private.BatchNorm) and module.running_mean is None
+               for module in model.modules())
+
+
 def foreign_leaves(total: Tensor, model: nn.Module) -> list[tuple[Any, str]]:
     """Trainable tensors on which a loss depends, and which are no parameters of the model: weak
-    reference and description. One that is gone after the backward was made by the loss."""
+    reference and description. One that another computation does not use was made by the loss."""
     own, queue, found = set(model.parameters()), [total.grad_fn], list[tuple[Any, str]]()
     seen = set(queue)
     for node in queue:
@@ -213,10 +229,13 @@ FOREIGN = ("the loss depends on trainable tensors that are no parameters of the 
            "they would be neither trained nor saved: make them parameters of the model, or compute "
            "with them under torch.no_grad() or after requires_grad_(False).")
 SUMS = ("return the sum over the samples, and their number (or tokens, or weights) as the count, "
-        "not a mean.")
+        "not a mean. (--start-checks off trains without this check, for a loss that compares or "
+        "balances the samples of a batch.)")
 GRADIENT_TOLERANCE = 1e-2
 """Tolerance for rounding between the gradients for a batch and for its halves, relative to their
 norms; a thousandth of it relative to the norm of all gradients."""
+ROUNDINGS = 4
+"""Tolerance relative to the rounding by another order of the samples."""
 
 
 def check_state_dict(model: nn.Module) -> None:

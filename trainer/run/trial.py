@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -110,6 +110,7 @@ class Trial:
         self._world, self._log = built.context.world, built.context.log
         self._checks = built.context.config.start_checks == "on"
         self._sets = () if compute.turn else tuple(built.validations.values())
+        self._autocast: Any = contextlib.nullcontext
         self._few: Any = None
         self._evaluated: dict[str, Any] | None = None
 
@@ -122,7 +123,7 @@ class Trial:
             _parts, built.setup, self._micro, built.context.config.seed)) if self._checks else None
         if any(world.gather_json(parts is None)) or parts is None:  # the loss may communicate
             return
-        self._few, *halves = parts
+        self._few, *halves, turned = parts
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
         buffers, unchecked, cause, problems = Buffers(model), "", "", list[str]()
 
@@ -132,10 +133,16 @@ class Trial:
 
         with self._in_evaluation():
             try:
-                self._evaluated = self._evaluate(buffers)
-                found = proof.unequal_sums(outcome, model, self._few, halves,
+                with contextlib.suppress(Exception):
+                    self._evaluated = self._evaluate(buffers)
+                if self._evaluated is None:  # a part of the model in bf16 may need it
+                    self._autocast = self._compute.autocast
+                    self._evaluated = self._evaluate(buffers)
+                found = proof.unequal_sums(outcome, model, self._few, halves, turned,
                                            tolerance=max(1e-3, 8 * eps))
                 problems, unchecked = found or [], "is random" * (found is None)
+                if problems and proof.has_batch_statistics(model):
+                    problems, unchecked = [], "depends on batch statistics"
             except Exception as error:
                 if self._sets and self._evaluated is None:
                     self._refuse_gradients(error)
@@ -147,7 +154,7 @@ class Trial:
                                 f"is a sum{cause}")
         mine = [] if buffers.moved() else problems
         if found := [problem for rank in world.gather_json(mine) for problem in rank]:
-            raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS} {NO_CHECKS}"))
+            raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS}"))
 
     @contextlib.contextmanager
     def _in_evaluation(self) -> Iterator[None]:
@@ -159,7 +166,8 @@ class Trial:
         objective, model = self._compute.objective, self._compute.model
         rng.seed_all(self._built.context.config.seed, rng.MICRO, key)
         rng.key(rng.find_generators(*model.modules(), objective.loss), key)
-        outcome = objective.loss(model, batches.copy_of(batch))
+        with self._autocast():
+            outcome = objective.loss(model, batches.copy_of(batch))
         for evaluator in self._sets:
             for name in evaluator.states.metrics:
                 evaluator.states.arguments(name, outcome.predictions)
@@ -256,29 +264,50 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
             else contextlib.nullcontext())
 
 
-def _parts(setup: Setup, micro: MicroBatch, seed: int) -> tuple[Any, Any, Any] | None:
-    """The first samples of a micro-batch, and their halves; None if it can't be divided, or has
-    other samples when it is read again."""
+def _parts(setup: Setup, micro: MicroBatch, seed: int) -> list[Any] | None:
+    """`divided` samples of a micro-batch; None if it can't be divided, or has other samples when it
+    is read again."""
     indices, data = micro.spec.indices or micro.spec.stand_in, setup.data["train"]
     device, count = next(setup.model.parameters()).device, min(len(indices), FEW)
     if count < 2 or micro.replaced:
         return None
-    pieces = (slice(count), slice(count // 2), slice(count // 2, count))
     if isinstance(data, IterableDataset):
-        if batches.has_objects(micro.batch) or any(
-                len(t) != micro.samples for t in batches.tensors(micro.batch) if t.dim()):
-            return None
-        few, one, other = (batches.map_tensors(partial(_cut, piece), micro.batch)
-                           for piece in pieces)
-        return few, one, other
+        return _cuts(micro.batch, micro.samples, _pieces(count))
     reader = KeyedSamples(data, seed=seed, collate=setup.collate)
-    read = [reader[replace(micro.spec, indices=indices[piece])].batch
-            for piece in (*pieces, pieces[0])]
-    if content(read[3]) != content(read[0]):
+
+    def read(piece: Sequence[int]) -> Any:
+        return reader[replace(micro.spec, indices=tuple(indices[i] for i in piece))].batch
+
+    parts = divided(read, count)
+    if content(read(range(count))) != content(parts[0]):
         return None
-    few, one, other = (batches.to_device(batch, device) for batch in read[:3])
-    return few, one, other
+    return [batches.to_device(batch, device) for batch in parts]
 
 
-def _cut(piece: slice, tensor: Tensor) -> Tensor:
+def _pieces(count: int) -> list[list[int]]:
+    every = [*range(count)]
+    return [every, every[: count // 2], every[count // 2 :], every[::-1]]
+
+
+def divided(read: Callable[[Sequence[int]], Any], count: int) -> list[Any]:
+    """A batch of samples that `read` gives by number, its halves, and all in reverse order. If they
+    are not the same samples, since `collate` mixes them or draws for all together, the batch is
+    cut."""
+    parts = [read(piece) for piece in _pieces(count)]
+    cuts = _cuts(parts[0], count, _pieces(count))
+    if cuts is not None and content([*batches.tensors(cuts[-1])]) != content(
+            [*batches.tensors(parts[-1])]):
+        return cuts
+    return parts
+
+
+def _cuts(batch: Any, samples: int, pieces: list[list[int]]) -> list[Any] | None:
+    """Pieces of a batch; None if its tensors don't have one row per sample."""
+    if batches.has_objects(batch) or any(
+            len(t) != samples for t in batches.tensors(batch) if t.dim()):
+        return None
+    return [batches.map_tensors(partial(_rows, piece), batch) for piece in pieces]
+
+
+def _rows(piece: list[int], tensor: Tensor) -> Tensor:
     return tensor[piece] if tensor.dim() else tensor

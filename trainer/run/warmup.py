@@ -141,6 +141,10 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
     synced = replace(micro, spec=replace(micro.spec, last=True))
     with Observation.of(compute, deep=trial is not None) as second:
         activations = memory.activations(model, partial(compute, synced, rehearsal=True))
+    if first is not None and built.context.config.start_checks == "on":
+        made = {leaf() for leaf, _ in first.foreign} - {None, *batches.tensors(micro.batch)}
+        _refuse_on_all_ranks([text for leaf, text in second.foreign if leaf() in made], world,
+                             f"--task: {proof.FOREIGN} {NO_CHECKS}")
     mutates_batch = batches.has_objects(micro.batch) or batches.versions(micro.batch) != tensors
     buffers.restore_storage()
     state.check_structure()
@@ -172,14 +176,10 @@ def _rehearse(
         compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
-    if built.context.config.start_checks == "on":
-        inputs = set(batches.tensors(micro.batch))
-        lasting = [text for leaf, text in seen.foreign
-                   if leaf() is not None and leaf() not in inputs]
-        _refuse_on_all_ranks(lasting, world, f"--task: {proof.FOREIGN} {NO_CHECKS}")
     if not may_be_unused:
         _refuse_unused(compute, world)
-    elif unused := _without_gradient(compute):
+    unused = _without_gradient(compute) if may_be_unused else []
+    if unused and built.context.config.parallel.find_unused == "off":
         log.warn_once(
             f"the loss of the first batch gives no gradient to {listed(unused)}, so it is not "
             "trained: use it, or freeze it (requires_grad_(False)). checkpoint() stops gradients "
@@ -187,6 +187,9 @@ def _rehearse(
     compute.objective.accumulator.take()
     buffers.put_back_saved()
     state.optimizer.zero_grad(set_to_none=True)
+    for name in unused:  # DDP fails without the gradient of one that the trial has used
+        parameter = compute.model.get_parameter(name)
+        parameter.grad = torch.zeros_like(parameter)
     return seen
 
 
