@@ -57,6 +57,13 @@ def test_what_cannot_be_checked_or_is_not_trained_is_reported(ranks, tmp_path, c
     assert ("warning" in output) == bool(message)
 
 
+def test_layers_that_training_leaves_out_at_random_pass(ranks, tmp_path, capfd):
+    run(ranks, 2, tmp_path / "run", *TASK, "--task=brought_task:LayerDrop",
+        "--parallel.find-unused=on")
+
+    assert "is not trained" not in capfd.readouterr().out
+
+
 def test_optimizer_state_of_any_shape_is_restored(ranks, tmp_path):
     arguments = [*TASK, *OPTIMIZER, "brought_task:Flat"]
     straight = run(ranks, 2, tmp_path / "straight", *arguments)

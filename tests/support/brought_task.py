@@ -153,6 +153,25 @@ class Unusual(Regression):
         return x.lerp(x[other], 0.3), y.lerp(y[other], 0.3)
 
 
+class LeftOut(nn.Module):
+    """Leaves out each of its layers at random, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.5:
+                x = x + layer(x)
+        return self.head(x)
+
+
+class LayerDrop(Regression):
+    def model(self) -> nn.Module:
+        return LeftOut()
+
+
 class Slope(Regression):
     """A sum whose gradient is that of a mean."""
 
