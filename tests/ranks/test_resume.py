@@ -148,8 +148,9 @@ def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(
     seen = [sample for line in lines for sample in zip(line["epochs"], line["ids"], strict=True)]
     assert set(seen) == {(epoch, index) for epoch in (0, 1) for index in range(48)}
     # A rehearsal takes one micro-batch, at the first start twice: four on rank 0, three on rank 1.
-    # Each rank checks its first one there, twice as a whole and once in halves.
-    assert len(seen) == 96 + 7 * 2 + 2 * 3 * 2
+    # Each rank checks its first one there, twice as a whole and once in halves, then once more,
+    # and three times in the third step.
+    assert len(seen) == 96 + 7 * 2 + 2 * (3 + 1 + 3) * 2
 
 
 def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate(
