@@ -289,10 +289,7 @@ class Step:
         self._device_span.first()
         self.boundary.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.trial is not None and step > self.computes.two_updates:
-            trial = self.trial
-            self.trial = None
-            trial(step)
+        self._repeat_first_samples(step)
         for micro in self.compute.reduction(micro_batches):
             epoch = micro.spec.epoch
             if self._epochs is not None:
@@ -337,6 +334,12 @@ class Step:
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
             communication_s=self.compute.communication.take_wait_s(),
             turn=self.compute.turn, optimizers=self._group_names())
+
+    def _repeat_first_samples(self, step: int) -> None:
+        """Collective. Call the trial, once, when each turn has had two updates."""
+        if self.trial is not None and step > self.computes.two_updates:
+            trial, self.trial = self.trial, None
+            trial(step)
 
     def _take_turn(self, step: int) -> None:
         """Compute a step by what its turn needs."""

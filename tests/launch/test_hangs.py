@@ -66,7 +66,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
                         "--task.stops=120", f"--task.marks={folder / 'loader'}",
                         task="failing_task:Failing"),
         # Rank 1 must die while rank 0 is computing; the limit is longer than that computation.
-        "busy": start(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
+        "busy": start(folder / "busy.run", "--task.busy-at=34", f"--task.marks={folder / 'busy'}",
                       "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
                       "--inject=kill:rank=1:step=15:phase=forward", task="failing_task:Failing",
                       limit=20),

@@ -124,12 +124,12 @@ def test_a_task_is_recorded_as_on_the_command_line_or_by_the_form_of_its_tensors
 
 
 @pytest.mark.parametrize(("at", "act", "expected", "kept"), [
-    # The warm-up is the first micro-batch, two make a step.
-    (12, "SIGINT", ("KeyboardInterrupt", "", "StopRequested"), 6),
-    (12, "SIGTERM", ("SystemExit", "75", "StopRequested"), 6),
+    # Two micro-batches make a step; the warm-up takes one, and the trial in the third step three.
+    (16, "SIGINT", ("KeyboardInterrupt", "", "StopRequested"), 6),
+    (16, "SIGTERM", ("SystemExit", "75", "StopRequested"), 6),
     # A second interrupt does not wait for the step.
-    (13, "twice", ("KeyboardInterrupt", "", "StopRequested"), 5),
-    (13, "fail", ("KeyError", '"the user\'s own mistake"', "NoneType"), 5),
+    (17, "twice", ("KeyboardInterrupt", "", "StopRequested"), 5),
+    (17, "fail", ("KeyError", '"the user\'s own mistake"', "NoneType"), 5),
 ])
 def test_what_ends_a_call_is_saved_and_raised_and_the_next_call_goes_on_with_the_same_bits(
         call, undisturbed, run, at, act, expected, kept):

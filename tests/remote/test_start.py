@@ -94,7 +94,8 @@ def test_a_launcher_that_restarts_its_ranks_needs_no_mirror_but_takes_none_back(
                           init=tmp_path)
         return mirroring.look(context, claim=lambda: None)
 
-    replace_json(machine.path / layout.MIRROR, {"launch": "mine"})
+    replace_json(machine.path / layout.MIRROR,
+                 {"url": "s3://bucket/x", "launch": "mine", "generation": 1})
     with pytest.raises(MirrorTaken, match="another start of the run"):
         look(world)
     assert [entry.step for entry in look(other).entries] == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -148,13 +149,15 @@ class TokenSet(Dataset):
 
 
 def read_tape(path: Path | str, ranks: int, *, training: bool = True) -> list[list[dict]]:
-    """The lines of each rank, without those of the attempt's warm-up, which equal the first
-    training line (two at the first start, otherwise one)."""
+    """The lines of each rank, without those that are no training: those of the attempt's warm-up
+    equal the first training line, and the trial of the first samples, in the third step, is three
+    equal lines."""
     tapes = []
     for rank in range(ranks):
         lines = [json.loads(t) for t in Path(f"{path}-{rank}.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if line["training"] == training]
-        while training and lines[:1] == lines[1:2]:
-            del lines[0]
-        tapes.append(lines)
+        groups = [[*same] for _, same in itertools.groupby(
+            line for line in lines if line["training"] == training)]
+        if training:
+            groups = [groups[0][:1], *(same for same in groups[1:] if len(same) < 3)]
+        tapes.append([line for same in groups for line in same])
     return tapes

@@ -111,7 +111,9 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
             raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
     except FileNotFoundError:
         why = f"{MANIFEST} is missing"
-    except (FileDamaged, ValueError) as error:
+    except FileDamaged:
+        why = f"{MANIFEST} is no regular file, or too large"
+    except ValueError as error:
         why = str(error)
     except OSError as error:
         why = f"{MANIFEST} can't be read: {error.strerror}"

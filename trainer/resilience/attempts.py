@@ -59,7 +59,7 @@ def by_attempt(events: Iterable[Event]) -> Iterator[tuple[Key, Event]]:
     for event in events:
         if event.keys() >= ALWAYS:
             number = event["attempt"]
-            latest[number] = event.get("nonce", latest.get(number))
+            latest[number] = event.get("nonce") or latest.get(number)
             yield (number, latest[number]), event
 
 

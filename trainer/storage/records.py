@@ -37,7 +37,8 @@ def is_text(value: Any) -> bool:
 
 def is_name(value: Any) -> bool:
     """The name of a file in a folder."""
-    return is_text(value) and Path(value).name == value and value.isprintable()
+    return (is_text(value) and value not in ("", "..") and Path(value).name == value
+            and value.isprintable())
 
 
 def is_flag(value: Any) -> bool:

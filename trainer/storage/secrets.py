@@ -32,10 +32,11 @@ def is_secret(name: str) -> bool:
 
 def hide(values: Iterable[tuple[str, Any]] = ()) -> None:
     """Let `mask` replace the secrets among these (name, value) and the environment variables, from
-    now on. A `key` without any digit, as `label_key` may be, is taken for a name."""
+    now on. What is only called a key, as `label_key` may be, is a secret if it has digits."""
     found = set(_hidden)
     for name, text in _texts([*values, *os.environ.items()]):
-        if is_secret(name) and ("key" not in name.lower() or any(map(str.isdigit, text))):
+        if is_secret(name.lower().replace("key", "")) or (
+                is_secret(name) and any(map(str.isdigit, text))):
             found |= {text, *text.splitlines(), repr(text)[1:-1], urllib.parse.quote(text, "")}
     _hidden[:] = sorted((text for text in found if len(text) >= LEAST), key=len, reverse=True)
 
