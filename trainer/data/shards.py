@@ -90,15 +90,14 @@ class ShuffledLane(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._taken == len(self._block):
-            self._begin(self._number + 1)
+            self._begin(self._number + 1, copy.deepcopy(self._stateful.state_dict()))
         self._taken += 1
         sample = self._block[self._taken - 1]
         transform = self._shuffled.transform
         return sample if transform is None else transform(sample)
 
-    def _begin(self, number: int) -> None:
-        """Read a block from the source's position."""
-        start = copy.deepcopy(self._stateful.state_dict())
+    def _begin(self, number: int, start: Any) -> None:
+        """Read a block from the source's position, whose state is `start`."""
         key = rng.mix(self._key, number)
         # A resumed lane reads the block again, under the key of another sample: the draws of
         # reading follow from the block alone, and those of `transform` from the sample alone.
@@ -121,7 +120,8 @@ class ShuffledLane(Iterator[Any]):
         self._stateful.load_state_dict(state["source"])
         if self._stateful is self._source:
             self._iterator = iter(self._source)  # a loaded state applies to the next iterator
-        self._begin(state["block"])
+        # Not the source's own state: some have none before the first sample after a load.
+        self._begin(state["block"], state["source"])
         self._taken = state["taken"]
 
 

@@ -119,7 +119,7 @@ def test_lanes_are_an_epoch_and_are_shuffled_by_seed_and_epoch(data, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lane_resumes_at_each_of_its_samples_with_the_same_draws(data, kind):
+def test_a_lane_resumes_twice_at_each_of_its_samples_with_the_same_draws(data, kind):
     stream = source(kind, data)
     samples = rest(lane(stream, 1))
 
@@ -130,7 +130,9 @@ def test_a_lane_resumes_at_each_of_its_samples_with_the_same_draws(data, kind):
         resumed = lane(source(kind, data), 1, mark=mark, windows=place)
 
         assert json.loads(json.dumps(mark.state)) == mark.state
-        assert rest(resumed) == samples[place:], place
+        resumed.take()  # and once more, soon after the first time
+        second = lane(source(kind, data), 1, mark=resumed.mark(place + 1), windows=place + 1)
+        assert rest(resumed) == rest(second) == samples[place + 1:], place
 
 
 def test_a_resumed_lane_reads_nothing_of_what_came_before(data, monkeypatch):
