@@ -26,7 +26,7 @@ from trainer.telemetry.events import Log
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause after a failed upload; doubled up to the longest one."""
-SHARE, THREADS = 0.01, 2.0
+SHARE, THREADS = 0.005, 2.0
 """Part of the processor time of this process's cores that uploads may take: they are followed by a
 rest. Processor time of an upload in all threads, obstore's too, per second of it in this one."""
 END_LIMIT_S = 300.0
