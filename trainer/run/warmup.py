@@ -132,6 +132,8 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
         state.parts["epoch"].enter(micro.spec.epoch)
     micro = replace(micro, batch=batches.copy_of(micro.batch))
     tensors = batches.versions(micro.batch)
+    # From here on the watchdog is patient: the first forward of a process may take long.
+    compute.marks.rehearse(Phase.FORWARD, micro.spec.step, micro.spec.epoch)
     trial = first = None
     if state.progress.step <= built.trainable.computes.two_updates:
         trial = Trial(built, compute, replace(micro, batch=batches.copy_of(micro.batch)))
