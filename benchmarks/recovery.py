@@ -179,7 +179,7 @@ def output_of(path: Path) -> str:
 
 
 def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and spread of each phase that is told, in seconds."""
+    """Medians and spread of each recorded phase, in seconds."""
     return {
         "seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
                     for name, (begin, end) in PHASES.items() if {begin, end} <= found[0].keys()},
