@@ -7,6 +7,7 @@ four files with fewer images, compressed by lzma (see `scripts/make_sample.py`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -19,7 +20,7 @@ import socket
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -134,20 +135,37 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download beside the target and rename, so that the data are complete or nothing is left."""
-    folder = target / "FashionMNIST"
-    there = next(p for p in (target.absolute(), *target.absolute().parents) if p.is_dir())
-    descriptor = os.open(there, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released if the process dies
+    """Download beside the target and rename, with the folders that lack above it, so that the data
+    are complete or nothing is left."""
+    folder = target.absolute() / "FashionMNIST"
+    with _locked_parent(folder) as there:
         if not folder.exists():  # else another process has downloaded it
-            with tempfile.TemporaryDirectory(dir=there) as aside:
-                download(Path(aside))
-                target.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(aside, "FashionMNIST"), folder)
-    finally:
-        os.close(descriptor)
+            with tempfile.TemporaryDirectory(dir=there) as temporary:
+                aside = Path(temporary, folder.relative_to(there))
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                download(aside.parent)
+                first = folder.relative_to(there).parts[0]
+                os.replace(Path(temporary, first), there / first)
     return folder / "raw"
+
+
+@contextlib.contextmanager
+def _locked_parent(folder: Path) -> Iterator[Path]:
+    """Lock the nearest existing folder above `folder`; a lock ends if its process dies."""
+    while True:
+        there = _existing_parent(folder)
+        descriptor = os.open(there, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _existing_parent(folder) == there:  # else another process has created a nearer one
+                yield there
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _existing_parent(folder: Path) -> Path:
+    return next(parent for parent in folder.parents if parent.is_dir())
 
 
 def _by_torchvision(target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -154,8 +155,16 @@ def test_files_that_do_not_fit_together_are_an_error(name, array, why, tmp_path)
         fashion_mnist.read_folder(tmp_path)
 
 
-def test_of_several_processes_one_downloads_into_the_root_and_the_others_find_its_files(tmp_path):
-    root, downloads = tmp_path / "root", []
+def test_of_several_processes_one_downloads_into_the_root_and_the_others_find_its_files(
+    tmp_path, monkeypatch,
+):
+    root, downloads, rename = tmp_path / "root", [], os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        assert not root.exists()  # without its data: a process that comes now would lock it
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
 
     def download(target: Path) -> None:
         downloads.append(target)
