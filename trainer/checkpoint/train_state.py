@@ -301,11 +301,13 @@ def _check_entries(
     Momentum and a maximum may be missing, if an option has changed."""
     for key, like in expected.items() if saved else ():
         value = saved.get(key)
-        form = (value.dtype, value.shape) if isinstance(value, Tensor) else None
-        may_miss = value is None and key in ("momentum_buffer", "max_exp_avg_sq")
-        if form != (like.dtype, like.shape) and not may_miss:
-            raise CheckpointDamaged(f"optimizer: {key} of {name} is {form}, not {like.dtype}, "
-                                    f"{like.shape}")
+        if value is None and key in ("momentum_buffer", "max_exp_avg_sq"):
+            continue
+        fits = isinstance(value, Tensor) and value.shape == like.shape and (
+            value.dtype in (like.dtype, torch.float32, torch.bfloat16))
+        if not fits:
+            raise CheckpointDamaged(f"optimizer: {key} of {name} is missing or has another shape "
+                                    "or type")
 
 
 def _placed(value: Tensor, parameter: Tensor, before: Any, *, on_host: bool) -> Tensor:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runs import flip_a_bit
+from safetensors.torch import load_file, save_file
 from small_task import Small
 
 from trainer import Config
@@ -165,6 +166,37 @@ def test_only_regular_files_of_a_usual_size_are_read(crafted, capsys, name, spec
                       ["compare", crafted, crafted]):
         assert main([str(argument) for argument in arguments]) in (0, 1, 2)
     assert start(crafted, steps=7) in (0, 2)
+
+
+@pytest.mark.parametrize("name", [*layout.FOLDERS, LAST, *layout.REPLACED])
+def test_a_folder_in_place_of_a_file_and_a_file_in_place_of_a_folder(crafted, name):
+    place = crafted / name
+    if place.is_file():
+        place.unlink()
+        place.mkdir()
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        place.touch()
+
+    assert start(crafted, steps=7) == (0 if name == LAST else 2)
+
+
+def test_a_mirror_of_pipes_does_not_block(crafted, tmp_path):
+    (tmp_path / "mirror").mkdir()
+    os.mkfifo(tmp_path / "mirror/owner")
+    (crafted / "mirror.json").write_text(json.dumps(
+        {"url": f"file://{tmp_path}/mirror", "launch": None, "generation": 1}))
+
+    assert main(["inspect", str(crafted), "--json"]) == 0
+
+
+def test_optimizer_state_of_another_type_is_refused(crafted):
+    path = crafted / LAST / "optimizer.safetensors"
+    save_file({name: value.double() for name, value in load_file(path).items()}, path)
+    sign(crafted / LAST)
+
+    assert start(crafted, steps=7) == 2
 
 
 # --- hashes
