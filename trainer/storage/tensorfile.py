@@ -108,5 +108,5 @@ def _damage_reported(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+    except (SafetensorError, KeyError, MemoryError, RuntimeError, ValueError) as error:
         raise FileDamaged(f"{name}: it can't be read as safetensors: {error}") from error
