@@ -25,7 +25,11 @@ OnOff = Literal["on", "off"]
 Change = Literal["fixed", "must_match", "may_change", "ignored"]
 """On resume: a change is an error, an error unless accepted, is reported, or has no influence."""
 
-type_hints = functools.cache(typing.get_type_hints)
+
+@functools.cache
+def type_hints(cls: Any) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return typing.get_type_hints(cls)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ class Section:
         cls.prefix = prefix
 
     def __post_init__(self) -> None:
-        hints = type_hints(type(self))
+        own: Any = type(self)
+        hints = type_hints(own)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             given, hint = getattr(self, field.name), hints[field.name]
             try:
