@@ -26,7 +26,7 @@ from benchmarks import chaos_plan as plans
 from benchmarks import reporting
 from benchmarks.chaos_mirror import MirrorWatch
 from benchmarks.chaos_plan import Fault, Run, Setting
-from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, Watch, differences, train
+from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Watch, differences
 from benchmarks.chaos_store import FaultyStore
 
 LIMIT_S, LIMIT_A_FAULT_S = 120.0, 40.0
@@ -74,8 +74,8 @@ class Chaos:
 
     def __init__(self, folder: Path, launcher: Launcher, *, keep: bool,
                  store: FaultyStore | None) -> None:
-        self.results: list[tuple[Run, Result, list[str]]] = []
-        """Each run, its result, and what is wrong with it."""
+        self.results: list[tuple[Run, Watch, int, list[str]]] = []
+        """Each run, its watch, its starts, and what is wrong with it."""
         self._folder, self._launcher, self._keep, self._store = folder, launcher, keep, store
         self._references: dict[tuple[Setting, tuple[Fault, ...]], tuple[Path, float]] = {}
         self._undisturbed_s = 0.0
@@ -83,27 +83,27 @@ class Chaos:
 
     @property
     def fired(self) -> list[Fault]:
-        return [fault for _, result, _ in self.results for fault in result.fired]
+        return [fault for _, watch, *_ in self.results for fault in watch.fired]
 
     @property
     def all_same(self) -> bool:
-        return not any(wrong for _, _, wrong in self.results)
+        return not any(wrong for *_, wrong in self.results)
 
     def disturb(self, run: Run) -> None:
         """Make one run and its reference, compare them, and print the result."""
         reference, wall_s = self._reference(run)
         self._undisturbed_s += wall_s
         path = self._folder / f"run-{run.number}"
-        result = self._train(
-            Watch(run, path, self._launcher) if self._store is None else
-            MirrorWatch(run, path, self._launcher, self._store), len(run.faults))
-        wrong = [result.problem] if result.problem else differences(reference, result.folder)
-        self.results.append((run, result, wrong))
-        missed = [fault for fault in run.faults if fault not in result.fired]
-        print(f"run {run.number}: {run.setting}: {len(result.fired)} faults, {result.starts} "
-              f"starts by {result.launches} launches, {result.wall_s:.1f} s: "
+        watch = (Watch(run, path, self._launcher) if self._store is None else
+                 MirrorWatch(run, path, self._launcher, self._store))
+        problem = self._train(watch)
+        wrong = [problem] if problem else differences(reference, watch.folder)
+        self.results.append((run, watch, watch.starts(), wrong))
+        missed = [fault for fault in run.faults if fault not in watch.fired]
+        print(f"run {run.number}: {run.setting}: {len(watch.fired)} faults, {watch.starts()} "
+              f"starts by {watch.launches} launches, {watch.wall_s:.1f} s: "
               f"{'; '.join(wrong) or 'same bits'}")
-        print("    " + "  ".join(str(fault) for fault in result.fired))
+        print("    " + "  ".join(str(fault) for fault in watch.fired))
         if missed:
             print(f"    did not happen: {'  '.join(str(fault) for fault in missed)}")
         if wrong:
@@ -118,15 +118,15 @@ class Chaos:
         """Print how often each kind and each phase occurred, and the cost."""
         kinds = collections.Counter(fault.kind for fault in self.fired)
         phases = collections.Counter(f.phase for f in self.fired if f.phase is not None)
-        runs = collections.Counter(run.setting.ranks for run, _, _ in self.results)
+        runs = collections.Counter(run.setting.ranks for run, *_ in self.results)
         for what, counts in (("kinds", kinds), ("phases", phases), ("runs by ranks", runs)):
             print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
         if self._store is not None:
-            lost = sum(any(fault.kind in plans.LOSSES for fault in result.fired)
-                       for _, result, _ in self.results)
+            lost = sum(any(fault.kind in plans.LOSSES for fault in watch.fired)
+                       for _, watch, *_ in self.results)
             print(f"{lost} of {len(self.results)} runs lost all disks")
-        starts = sum(result.starts for _, result, _ in self.results)
-        disturbed_s = sum(result.wall_s for _, result, _ in self.results)
+        starts = sum(starts for _, _, starts, _ in self.results)
+        disturbed_s = sum(watch.wall_s for _, watch, *_ in self.results)
         print(f"goodput: undisturbed, these runs take {self._undisturbed_s:.0f} s; they took "
               f"{disturbed_s:.0f} s: {self._undisturbed_s / disturbed_s:.0%}, at a fault every "
               f"{disturbed_s / max(1, len(self.fired)):.1f} s")
@@ -134,8 +134,8 @@ class Chaos:
               f"{len(self._references)} reference runs, {time.monotonic() - self._began_s:.0f} s")
 
     def verdict(self, wanted: int) -> str:
-        good = [result for _, result, wrong in self.results if not wrong]
-        faults = sum(len(result.fired) for result in good)
+        good = [watch for _, watch, _, wrong in self.results if not wrong]
+        faults = sum(len(watch.fired) for watch in good)
         return (f"{faults} of {max(wanted, len(self.fired))} faults, {len(good)} of "
                 f"{len(self.results)} runs: same bits")
 
@@ -146,18 +146,16 @@ class Chaos:
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
             run = Run(number=0, setting=key[0], faults=key[1])
-            result = self._train(Watch(run, path, self._launcher), len(run.faults))
-            if result.problem or result.starts != 1:
-                raise SystemExit(f"{key[0]}, undisturbed: {result.problem or 'started twice'}; "
+            watch = Watch(run, path, self._launcher)
+            if (problem := self._train(watch)) or watch.starts() != 1:
+                raise SystemExit(f"{key[0]}, undisturbed: {problem or 'started twice'}; "
                                  f"see {path.with_suffix('.log')}")
-            self._references[key] = path, result.wall_s
+            self._references[key] = path, watch.wall_s
         return self._references[key]
 
-    def _train(self, watch: Watch, faults: int) -> Result:
-        limit_s = LIMIT_S + LIMIT_A_FAULT_S * faults
-        if self._launcher.kind != "launch":
-            limit_s *= COLD
-        return train(watch, limit_s=limit_s)
+    def _train(self, watch: Watch) -> str | None:
+        limit_s = LIMIT_S + LIMIT_A_FAULT_S * watch.faults
+        return watch.train(limit_s=limit_s if self._launcher.kind == "launch" else COLD * limit_s)
 
 
 def _command(run: Run, path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib
 import itertools
 import json
@@ -35,22 +34,6 @@ APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1
 MOST_SHOWN = 3
 """Differences that are reported of one run."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a disturbed run ended."""
-
-    fired: tuple[Fault, ...]
-    """The faults that happened."""
-    starts: int
-    launches: int
-    """How often the command was given."""
-    wall_s: float
-    folder: Path
-    """The run folder in which the run ended."""
-    problem: str | None
-    """Why the run did not end as it should, if so."""
 
 
 class Launcher:
@@ -95,43 +78,48 @@ class Launcher:
         return next(iter(children(launcher)), None) if self.kind != "torchrun" else None
 
 
-def train(watch: Watch, *, limit_s: float) -> Result:
-    """Give the run's command, again after each stop, until it is complete, and disturb it.
-
-    The output goes to a file next to the run folder.
-    """
-    began_s, launches, problem = time.monotonic(), 0, None
-    while problem is None:
-        launches += 1
-        code = watch.follow(watch.start(), until_s=began_s + limit_s)
-        if code == EXIT_COMPLETE:
-            break
-        problem = (f"not complete after {limit_s:.0f} s" if code is None else
-                   watch.problem(code))
-    wall_s = time.monotonic() - began_s
-    if left := watch.wait_gone():
-        problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    return Result(fired=watch.fired(), starts=watch.starts(), launches=launches, wall_s=wall_s,
-                  folder=watch.folder, problem=problem)
-
-
 class Watch:
     """Starts and follows the launchers of one run, and strikes from outside when it is time."""
 
     def __init__(self, run: Run, folder: Path, launcher: Launcher) -> None:
         self.injected = [fault for fault in run.faults if fault.kind not in OUTSIDE]
-        self.killed_launcher = False
+        self.faults, self.killed_launcher = len(run.faults), False
         self._num_ranks = run.setting.ranks
         self.folder, self._launcher = folder, launcher
         self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
         self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
         self._known: set[tuple[int, int]] = set()  # (pid, start) of every process that was seen
         self._group: set[int] = set()  # the ranks of the present attempt
-        self._starts = self._step = 0
+        self._starts, self._step = 0, 0
         self._due_s: float | None = None
         self._arguments = run.setting.arguments(str(folder))
         for fault in self.injected:
             self._arguments += ["--inject", str(fault)]
+        self.launches, self.wall_s, self.fired = 0, 0.0, tuple[Fault, ...]()
+        """How often the command was given, its seconds, and the faults that happened."""
+
+    def train(self, *, limit_s: float) -> str | None:
+        """Give the run's command, again after each stop, until it is complete, and disturb it. The
+        output goes to a file next to the run folder.
+
+        Returns:
+            why the run did not end as it should, if so.
+        """
+        began_s, problem = time.monotonic(), None
+        while problem is None:
+            self.launches += 1
+            code = self.follow(self.start(), until_s=began_s + limit_s)
+            if code == EXIT_COMPLETE:
+                break
+            problem = (f"not complete after {limit_s:.0f} s" if code is None else
+                       self.problem(code))
+        self.wall_s = time.monotonic() - began_s
+        if left := self.wait_gone():
+            problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
+        told = {e["fault"] for e in read_events(self.folder / EVENTS) if e["event"] == "fault"}
+        self.fired = (*(fault for fault in self.injected if str(fault) in told),
+                      *(fault for fault, starts in self._struck if self._happened(fault, starts)))
+        return problem
 
     def start(self) -> int:
         """Give the command; the pid of the launcher."""
@@ -153,13 +141,6 @@ class Watch:
                 kill({pid, *self._living()})
         _, status = os.waitpid(pid, 0)
         return None if timed_out else os.waitstatus_to_exitcode(status)
-
-    def fired(self) -> tuple[Fault, ...]:
-        """Faults that happened: those in the run's events, and those done from outside."""
-        told = {e["fault"] for e in read_events(self.folder / EVENTS) if e["event"] == "fault"}
-        injected = [fault for fault in self.injected if str(fault) in told]
-        return (*injected, *(fault for fault, starts in self._struck
-                             if self._happened(fault, starts)))
 
     def _happened(self, fault: Fault, starts: int) -> bool:
         """Whether the ranks were started again after a strike."""

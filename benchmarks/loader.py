@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional, utils
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
-from torchvision.transforms import v2
 
 from benchmarks import reporting
 from benchmarks.reporting import in_turn, ratios
@@ -42,7 +40,7 @@ from trainer.telemetry.events import Log
 
 MICRO, MICRO_BATCHES, CLIP_NORM = 32, 4, 5.0
 CPU = torch.device("cpu")
-NAMES = ("trainer", "by hand", "v2 a batch", "v2 a sample", "PIL a sample")
+NAMES = ("trainer", "by hand", "PIL a sample")
 AHEAD = 2
 """Batches that each worker makes ahead."""
 ENDLESS = 10**9
@@ -78,7 +76,7 @@ def contestant(name: str, workers: int) -> Contestant:
     """This trainer's loader, or a DataLoader over the data set of another contestant."""
     if name == "trainer":
         return ours(workers, Images().dataset("train"))
-    data: Any = dataset(name)
+    data: Any = bare_loop.load_data(0)[0] if name == "by hand" else Pictures()
     loader = DataLoader(
         data, MICRO, sampler=RandomSampler(data, num_samples=ENDLESS), drop_last=True,
         num_workers=workers, prefetch_factor=AHEAD if workers else None,
@@ -94,67 +92,34 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-def dataset(name: str) -> Dataset[Any]:
-    """The training images of the sample, for a contestant."""
-    if name == "by hand":
-        return bare_loop.load_data(0)[0]
-    kind = {"v2 a batch": Batches, "v2 a sample": Samples, "PIL a sample": Pictures}[name]
-    return kind()
-
-
-class Samples(Dataset[Any]):
-    """Single images as tensors, by torchvision.transforms.v2."""
+class Pictures(Dataset[Any]):
+    """Single images of the sample as PIL images, by torchvision.transforms."""
 
     def __init__(self) -> None:
-        images, labels, *_ = bare_loop.read_sample()
-        self.pictures, self.labels = images, torch.from_numpy(labels.astype(np.int64))
-        self.images = torch.from_numpy(images.copy()).unsqueeze(1)
-        self.scale = [float(images.mean() / 255)], [float(images.std() / 255)]
-        self.transform: Any = v2.Compose([
-            v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(*self.scale)])
+        self.images, self.labels, *_ = bare_loop.read_sample()
+        scale = [float(self.images.mean() / 255)], [float(self.images.std() / 255)]
+        self.transform = transforms.Compose([
+            transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+            transforms.Normalize(*scale)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.transform(self.images[index]), self.labels[index]
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
-class Batches(Samples):
-    """Whole batches by the same transforms, which draw once for a whole batch."""
+def reader(contestant: Contestant, workers: int, seconds: float) -> Callable[[], float]:
+    """Measures samples per second."""
 
-    def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
-        where = torch.tensor(indices)
-        return self.transform(self.images[where]), self.labels[where]
-
-
-class Pictures(Samples):
-    """Single images as PIL images, by torchvision.transforms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = transforms.Compose([
-            transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-            transforms.Normalize(*self.scale)])
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.transform(Image.fromarray(self.pictures[index])), int(self.labels[index])
-
-
-def reader(contestant: Contestant, workers: int, seconds: float
-           ) -> Callable[[], tuple[float, float]]:
-    """Measures samples per second, and per second of this process's processor time."""
-
-    def read() -> tuple[float, float]:
+    def read() -> float:
         for _ in range(2 * AHEAD * workers + 2):
             next(contestant.batches)
-        count, began, began_cpu = 0, time.perf_counter(), time.process_time()
+        count, began = 0, time.perf_counter()
         while (now := time.perf_counter()) - began < seconds:
             next(contestant.batches)
             count += 1
-        samples = count * MICRO
-        return samples / (now - began), samples / (time.process_time() - began_cpu)
+        return count * MICRO / (now - began)
 
     return read
 
@@ -214,18 +179,14 @@ def measure(names: tuple[str, ...], make: Callable[[str, int], Contestant], work
         trainee = Trainee(model)
         shares = in_turn({key: trainee.share(entrant.batches, steps)
                           for key, (_, entrant) in entrants.items()}, step_rounds)
-    found = {}
-    for key, (count, entrant) in entrants.items():
+    for _, entrant in entrants.values():
         entrant.close()
-        (own, own_cpu), (first, first_cpu) = (
-            zip(*rates[name], strict=True) for name in (key, f"{names[0]}, {count} workers"))
-        found[key] = {
-            "samples_per_s": reporting.summary(own),
-            "first_over_it": reporting.summary(ratios(first, own)),
-            "first_over_it_cpu": None if count else reporting.summary(ratios(first_cpu, own_cpu)),
-            "waiting": reporting.summary(shares[key]) if key in shares else None,
-        }  # fmt: skip
-    return found
+    return {key: {
+        "samples_per_s": reporting.summary(rates[key]),
+        "first_over_it": reporting.summary(ratios(rates[f"{names[0]}, {count} workers"],
+                                                  rates[key])),
+        "waiting": reporting.summary(shares[key]) if shares else None,
+    } for key, (count, _) in entrants.items()}  # fmt: skip
 
 
 def measure_lengths(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -270,12 +231,12 @@ def show_lengths(found: dict[str, dict[str, Any]]) -> str:
          reporting.within(f["over_random"], ".2f")] for name, f in found.items()])
 
 
-def show(found: dict[str, dict[str, Any]]) -> str:
-    rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["first_over_it"]),
-             reporting.spread(f["first_over_it_cpu"]) if f["first_over_it_cpu"] else "–",
-             reporting.spread(f["waiting"], 100, 2)] for name, f in found.items()]
-    return reporting.table(["", "1,000 samples/s", "ours / it", "ours / it, processor time",
-                            "of a CNN step waiting, %"], rows)
+def show(found: dict[str, dict[str, Any]], step: str = "a CNN step") -> str:
+    return reporting.table(["", "samples/s", "first / it", f"of {step} waiting, %"], [
+        [name, reporting.spread(f["samples_per_s"], 1, 0),
+         reporting.spread(f["first_over_it"], 1, 2),
+         reporting.spread(f["waiting"], 100, 2) if f["waiting"] else "–"]
+        for name, f in found.items()])
 
 
 def main() -> None:
@@ -310,8 +271,8 @@ def main() -> None:
     print(f"n = {rounds} turns")
     print(show(found))
     first = workers[0]
-    ratio = found[f"PIL a sample, {first} workers"]["first_over_it"]["median"]
-    waiting = found[f"trainer, {first} workers"]["waiting"]["median"]
+    ratio, waiting = (found[f"{name}, {first} workers"][figure]["median"] for name, figure in (
+        ("PIL a sample", "first_over_it"), ("trainer", "waiting")))
     print(f"{first} workers: {ratio:.1f} × PIL a sample (wanted: {WANTED_RATIO:.0f} or more); "
           f"{100 * waiting:.2f} % of a step waiting (wanted: at most {100 * WANTED_SHARE:.0f} %)")
     reporting.print_json("loader", machine=machine, contestants=found)
