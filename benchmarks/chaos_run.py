@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
-from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED, ConfigError
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from trainer.resilience import processes
 from trainer.storage.jsonl import newest_step
 from trainer.storage.layout import EVENTS, IDENTITY, METRICS
@@ -32,8 +33,7 @@ GONE_S = 20.0
 """How long orphans may live after the end of a run: 5 s, more on a busy machine."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1
-MOST_SHOWN = 3
-"""Differences that are reported of one run."""
+MOST_SHOWN = 3  # differences of one run
 
 
 class Launcher:
@@ -93,10 +93,12 @@ class Watch:
         self._starts, self._step = 0, 0
         self._due_s: float | None = None
         self._arguments = run.setting.arguments(str(folder))
+        self.sizes = list[int]()
+        """Number of ranks of each launch."""
         for fault in self.injected:
             self._arguments += ["--inject", str(fault)]
-        self.launches, self.wall_s, self.fired = 0, 0.0, tuple[Fault, ...]()
-        """How often the command was given, its seconds, and the faults that happened."""
+        self.wall_s, self.fired = 0.0, tuple[Fault, ...]()
+        """Seconds of the run, and the faults that happened."""
 
     def train(self, *, limit_s: float) -> str | None:
         """Give the run's command, again after each stop, until it is complete, and disturb it. The
@@ -107,7 +109,6 @@ class Watch:
         """
         began_s, problem = time.monotonic(), None
         while problem is None:
-            self.launches += 1
             code = self.follow(self.start(), until_s=began_s + limit_s)
             if code == EXIT_COMPLETE:
                 break
@@ -123,6 +124,7 @@ class Watch:
 
     def start(self) -> int:
         """Give the command; the pid of the launcher."""
+        self.sizes.append(self._num_ranks)
         return self._launcher.start(self._num_ranks, self._arguments,
                                     self.folder.with_suffix(".log"))
 
@@ -196,6 +198,17 @@ class Watch:
             "ranks": [*ranks], "launcher": [launcher], "server": [self._launcher.server(launcher)]}
         kill(victims[fault.kind])
         return True
+
+
+class ElasticWatch(Watch):
+    """Each launch has 1 to 4 ranks, and none restarts them: a death ends it."""
+
+    def start(self) -> int:
+        self._num_ranks = random.Random(f"{self.folder.name} {len(self.sizes)}").randint(1, 4)
+        return super().start()
+
+    def problem(self, code: int) -> str | None:
+        return None if code == EXIT_FAILURE else super().problem(code)
 
 
 def kill(pids: Iterable[int | None]) -> None:

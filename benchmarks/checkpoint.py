@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoint [--sizes 10,100,1000]
 
 The time for which the training thread is held, and the time to durable, compared with torch.save,
-torch.distributed.checkpoint, and a copy of the same tensors into memory that is already in use.
+torch.distributed.checkpoint, and a copy of the same tensors into memory that is already in use. The
+disk is that of the current folder.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from benchmarks import reporting
 from benchmarks.reporting import in_turn
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 
-BATCH = 64
-"""Samples of the forward and backward after a save."""
 OURS, COPY, FSYNC = "this trainer", "copy in memory", "torch.save + fsync"
 Times = tuple[float, float | None]
 """Seconds held, and seconds until the state is durable."""
@@ -37,11 +36,8 @@ class Savers:
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.alone, self.during = list[float](), list[float]()
-        """Seconds of a forward and backward alone, and during a save."""
         self._subject, self._folder = subject, folder
         self._ours = make_checkpointer(subject, folder / "ours")
-        self._inputs = torch.randn(BATCH, subject.width)
         self._touched = [tensor.clone() for tensor in subject.live]
 
     def close(self) -> None:
@@ -56,25 +52,16 @@ class Savers:
             "dcp.async_save": lambda: self._dcp(dcp.async_save),
         }  # fmt: skip
 
-    def _forward_backward(self) -> float:
-        began = time.perf_counter()
-        self._subject.model(self._inputs).square().mean().backward()
-        seconds = time.perf_counter() - began
-        self._subject.optimizer.zero_grad()
-        return seconds
-
     def _copy(self) -> Times:
         began = time.perf_counter()
         torch._foreach_copy_(self._touched, self._subject.live)
         return time.perf_counter() - began, None
 
     def _save(self) -> Times:
-        self.alone.append(self._forward_backward())
         self._subject.state.progress.step += 1
         began = time.perf_counter()
         self._ours.save("periodic")
         held = time.perf_counter() - began
-        self.during.append(self._forward_backward())
         self._ours.finish_pending(must=True)
         return held, time.perf_counter() - began
 
@@ -117,8 +104,6 @@ def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
     held = {name: figures["held"]["median"] for name, figures in found.items()}
     return {"bytes": subject.bytes, "tensors": len(subject.live),
             "threads": torch.get_num_threads(), "contestants": found,
-            "forward_backward": {"alone": reporting.summary(savers.alone[1:]),
-                                 "during a save": reporting.summary(savers.during[1:])},
             "held_over_copy": held[OURS] / held[COPY], "fsync_over_held": held[FSYNC] / held[OURS]}
 
 
@@ -126,13 +111,11 @@ def show_stall(found: dict[str, Any]) -> str:
     rows = [[name, reporting.spread(figures["held"], 1e3),
              "–" if figures["durable"] is None else reporting.spread(figures["durable"], 1e3)]
             for name, figures in found["contestants"].items()]
-    next_step = ", ".join(f"{reporting.spread(times, 1e3)} ms {when}"
-                          for when, times in found["forward_backward"].items())
     return (f"{found['bytes'] / 1e6:,.0f} MB in {found['tensors']} tensors, {found['threads']} "
             f"threads, n = {found['contestants'][OURS]['held']['n']}; medians (quartiles)\n"
             f"{reporting.table(['', 'held, ms', 'durable, ms'], rows)}\n"
             f"held: {found['held_over_copy']:.2f} × the copy, 1/{found['fsync_over_held']:.1f} "
-            f"of torch.save + fsync; a forward and backward takes {next_step}\n")
+            f"of torch.save + fsync\n")
 
 
 def main() -> None:
@@ -140,13 +123,11 @@ def main() -> None:
     parser.add_argument("--sizes", type=reporting.numbers, default="10,100,1000",
                         help="of the state in MB (%(default)s)")
     parser.add_argument("--repeats", type=int, help="of each contestant; default: 20, at 1 GB 5")
-    parser.add_argument("--folder", type=Path, default=".",
-                        help="on the disk to measure (%(default)s)")
     options = parser.parse_args()
     machine, found = reporting.machine(), []
     torch.set_num_threads(machine["cores"])
     for size in options.sizes:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
             found.append(measure_stall(size, options.repeats or (20 if size < 500 else 5),
                                        Path(folder)))
         print(show_stall(found[-1]), flush=True)

@@ -43,8 +43,7 @@ class Subject:
 
     name: str
     make: Callable[[], nn.Module]
-    batch: int
-    """Images or sequences per step."""
+    batch: int  # images or sequences per step
     host: Callable[[int], tuple[Tensor, Tensor]]
     """Makes a batch on the host: inputs (uint8 images or int64 tokens) and labels."""
     images: bool = True
@@ -136,7 +135,6 @@ def matmul_rate(device: torch.device, size: int, repeats: int) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all work that the card was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -196,8 +194,8 @@ def show(name: str, found: dict[str, Any], *, dry: bool) -> str:
     rows = [[lever, *["–"] * 6] if dry else
             [lever, reporting.spread(f["samples_per_s"]), reporting.spread(f["speedup"], digits=2),
              f"{f['speedup_in_all']['median']:.2f}", f"{100 * f['mfu']:.1f}",
-             f"{f['peak_bytes'] / 1e9:,.2f}",
-             f"{f['warm_up_s']:.1f}"] for lever, f in found["levers"].items()]
+             f"{f['peak_bytes'] / 1e9:,.2f}", f"{f['warm_up_s']:.1f}"]
+            for lever, f in found["levers"].items()]
     head = [name, "samples/s", "× the one before", "× fp32", "MFU, %", "memory of a step, GB",
             "ready after, s"]
     return f"{reporting.table(head, rows)}\n"

@@ -1,6 +1,6 @@
 """How fast are batches made, and does a step wait for them, with this loader and with others?
 
-    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files] [--lengths]
+    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--files] [--lengths]
 
 With --files the data are in files (benchmarks/loader_files.py). With --lengths the small GPT learns
 a text in pieces of 5 to 200 bytes, read in a random order and by `--data.sampler like-length`: the
@@ -43,8 +43,7 @@ CPU = torch.device("cpu")
 NAMES = ("trainer", "by hand", "PIL a sample")
 AHEAD = 2
 """Batches that each worker makes ahead."""
-ENDLESS = 10**9
-WANTED_RATIO, WANTED_SHARE = 10.0, 0.03
+ENDLESS, STEPS = 10**9, 32
 
 
 @dataclass
@@ -124,35 +123,29 @@ def reader(contestant: Contestant, workers: int, seconds: float) -> Callable[[],
     return read
 
 
-class Trainee:
-    """A classifier with its optimizer."""
+def waiting(model: Any, batches: Iterator[Any], steps: int) -> Callable[[], float]:
+    """Measures the share of `steps` steps spent waiting for batches, after one that does not
+    count."""
+    optimizer = optimizers.make_optimizer(Optim(), model.to(memory_format=torch.channels_last))
 
-    def __init__(self, model: Any) -> None:
-        self._model: Any = model.to(memory_format=torch.channels_last)
-        self._optimizer = optimizers.make_optimizer(Optim(), self._model)
-
-    def step(self, batches: Iterator[Any]) -> tuple[float, float]:
-        """Seconds of a step, and of waiting for its batches."""
+    def step() -> tuple[float, float]:
         waited, began = 0.0, time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         for _ in range(MICRO_BATCHES):
             asked = time.perf_counter()
             images, labels = next(batches)
             waited += time.perf_counter() - asked
-            (functional.cross_entropy(self._model(images), labels) / MICRO_BATCHES).backward()
-        utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
-        self._optimizer.step()
-        return time.perf_counter() - began, waited
+            (functional.cross_entropy(model(images), labels) / MICRO_BATCHES).backward()
+        utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        return waited, time.perf_counter() - began
 
-    def share(self, batches: Iterator[Any], steps: int) -> Callable[[], float]:
-        """Measures the share of `steps` steps spent waiting, after one that does not count."""
+    def share() -> float:
+        step()
+        waits, wholes = zip(*(step() for _ in range(steps)), strict=True)
+        return sum(waits) / sum(wholes)
 
-        def measure() -> float:
-            self.step(batches)
-            times = [self.step(batches) for _ in range(steps)]
-            return sum(wait for _, wait in times) / sum(whole for whole, _ in times)
-
-        return measure
+    return share
 
 
 def with_one_thread(contestants: Mapping[str, Callable[[], Any]], rounds: int
@@ -176,8 +169,7 @@ def measure(names: tuple[str, ...], make: Callable[[str, int], Contestant], work
                              for key, (count, entrant) in entrants.items()}, rounds)
     shares: dict[str, list[float]] = {}
     if model is not None:
-        trainee = Trainee(model)
-        shares = in_turn({key: trainee.share(entrant.batches, steps)
+        shares = in_turn({key: waiting(model, entrant.batches, steps)
                           for key, (_, entrant) in entrants.items()}, step_rounds)
     for _, entrant in entrants.values():
         entrant.close()
@@ -244,37 +236,26 @@ def main() -> None:
     parser.add_argument("--workers", type=reporting.numbers, default="0,2",
                         help="loader processes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few and short turns")
     parser.add_argument("--lengths", action="store_true",
                         help="pieces of different lengths, sorted and unsorted")
     parser.add_argument("--files", action="store_true", help="JPEG files, tars and Parquet")
     options = parser.parse_args()
     machine = reporting.machine()
     if options.lengths:
-        rounds, steps = (3, 4) if options.quick else (options.rounds, 32)
-        found = measure_lengths(rounds, steps)
-        print(f"n = {(rounds + 1) * steps} batches of {MICRO} pieces of 5 to 200 bytes each")
-        print(show_lengths(found))
+        found = measure_lengths(options.rounds, STEPS)
+        print(f"n = {options.rounds} turns of {STEPS} batches\n{show_lengths(found)}")
         reporting.print_json("loader-lengths", machine=machine, contestants=found)
         return
     workers = [int(number) for number in options.workers]
     if options.files:
         from benchmarks import loader_files
 
-        rounds = 2 if options.quick else options.rounds
-        loader_files.report(machine, workers, rounds, 0.3 if options.quick else 1.0)
+        loader_files.report(machine, workers, options.rounds, seconds=1.0)
         return
-    rounds, seconds, few = (3, 0.15, 2) if options.quick else (options.rounds, 0.25, 3)
     torch.manual_seed(0)
-    found = measure(NAMES, contestant, workers, rounds, seconds, model=Images().model(),
-                    step_rounds=few, steps=few)
-    print(f"n = {rounds} turns")
-    print(show(found))
-    first = workers[0]
-    ratio, waiting = (found[f"{name}, {first} workers"][figure]["median"] for name, figure in (
-        ("PIL a sample", "first_over_it"), ("trainer", "waiting")))
-    print(f"{first} workers: {ratio:.1f} × PIL a sample (wanted: {WANTED_RATIO:.0f} or more); "
-          f"{100 * waiting:.2f} % of a step waiting (wanted: at most {100 * WANTED_SHARE:.0f} %)")
+    found = measure(NAMES, contestant, workers, options.rounds, 0.25, model=Images().model(),
+                    step_rounds=min(3, options.rounds), steps=3)
+    print(f"n = {options.rounds} turns\n{show(found)}")
     reporting.print_json("loader", machine=machine, contestants=found)
 
 

@@ -82,10 +82,6 @@ class Mirrored:
         self.subject.state.progress.step += 1
         self.checkpointer.save(kind)
 
-    def settle(self) -> None:
-        """Wait until the last save is on disk."""
-        self.checkpointer.settle()
-
     def wait(self) -> None:
         """Wait until all is uploaded, verified and pruned."""
         while self.uploads is not None and self.uploads.in_use:
@@ -98,7 +94,7 @@ class Mirrored:
         began = time.perf_counter()
         self.save()
         held = time.perf_counter() - began
-        self.settle()
+        self.checkpointer.settle()
         on_disk = time.perf_counter() - began
         self.wait()
         return held, on_disk, self.log.committed_s - began
@@ -139,7 +135,7 @@ def measure_often(url: str, rounds: int, folder: Path) -> dict[str, Any]:
                 subject.model(inputs).square().mean().backward()
                 subject.optimizer.step()
         seconds = time.perf_counter() - began
-        of.settle()
+        of.checkpointer.settle()
         of.wait()
         return seconds / SAVES
 
@@ -200,7 +196,7 @@ def measure_stop(url: str, megabytes: float, repeats: int, folder: Path) -> dict
         assert ours.uploads is not None
         began = time.perf_counter()
         ours.save("stop")
-        ours.settle()
+        ours.checkpointer.settle()
         done = ours.uploads.drain(lambda began=began: GRACE_S - (time.perf_counter() - began))
         seconds.append(time.perf_counter() - began)
         within += done
@@ -232,7 +228,7 @@ def count_requests(url: str, megabytes: float, folder: Path) -> dict[str, int]:
 def peer(python: str, url: str, megabytes: float) -> Iterator[Callable[[], float] | None]:
     """A function that lets Lightning save and returns the seconds; None if it does not start."""
     with subprocess.Popen(
-        [python, "-m", "benchmarks.mirror_peer", url, str(megabytes)], text=True,
+        [python, "-m", "benchmarks.lightning_peer", "save", url, str(megabytes)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env=reporting.environment(),
     ) as process:  # fmt: skip
