@@ -219,9 +219,10 @@ def count_requests(url: str, megabytes: float, folder: Path) -> dict[str, int]:
                          "delete")}
         ours.times()
     ours.close()
+    counts = {name: call.call_count for name, call in calls.items() if call.called}
     print("requests of a save: "
-          + ", ".join(f"{call.call_count} {name}" for name, call in calls.items()) + "\n")
-    return {name: call.call_count for name, call in calls.items()}
+          + ", ".join(f"{count} {name}" for name, count in counts.items()) + "\n")
+    return counts
 
 
 @contextlib.contextmanager
