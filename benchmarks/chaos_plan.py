@@ -60,8 +60,7 @@ class Setting:
     sync_bn: str
     workers: int
     seed: int
-    mode: str = ""
-    """soak, mirror, elastic or none."""
+    mode: str = ""  # soak, mirror, elastic or none
 
     def __str__(self) -> str:
         return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
