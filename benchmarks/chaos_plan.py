@@ -63,8 +63,8 @@ class Setting:
     mode: str = ""  # soak, mirror, elastic or none
 
     def __str__(self) -> str:
-        return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
-                f"workers={self.workers}")
+        return (f"W={'1-4' if self.mode == 'elastic' else self.ranks} M={self.micro_batches} "
+                f"sync-bn={self.sync_bn} workers={self.workers}")
 
     def arguments(self, run: str) -> list[str]:
         """The trainer's arguments: three epochs, each with a last global batch that is smaller."""
