@@ -83,6 +83,7 @@ def preload(argv: Sequence[str]) -> int:
     from trainer.config import command_line
     from trainer.run import circumstances, run_dir
     from trainer.run.prepare import bind_seed
+    from trainer.storage.secrets import hide
     from trainer.telemetry.events import Log
 
     try:
@@ -95,6 +96,7 @@ def preload(argv: Sequence[str]) -> int:
         Log().error(str(error))
         return error.exit_code
     torch.compiler.disable()  # imports what the first optimizer of each rank would import: 1-4 s
+    hide((name, value) for name, value, _ in config.leaves())
     run_dir.package_versions()
     platform.platform()  # starts a process, and keeps the answer
     circumstances.loaded_code()
