@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
@@ -83,7 +84,8 @@ def _export(
     with TemporaryDirectory(dir=folder, prefix=".") as aside:
         again, notes = WRITERS[kind](reader, call, Path(aside) / name)
         difference = _difference(_tensors(call.output), _tensors(again))
-        summary = f"{folder / name}: largest difference {difference:.3g}"
+        where = folder if kind == "hf" else folder / name
+        summary = f"{where}: largest difference {difference:.3g}"
         if not difference <= tolerance:
             Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
             return None
@@ -187,7 +189,7 @@ def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[An
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        again = type(model).from_pretrained(folder).to(reader.world.device)
+        again = type(model).from_pretrained(*_base(model), folder).to(reader.world.device)
     except OSError:
         raise
     except Exception as error:
@@ -196,6 +198,14 @@ def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[An
                           ) from error
     again.eval()
     return _output(again, call), {"files": listed(sorted(p.name for p in folder.iterdir()))}
+
+
+def _base(model: Any) -> list[Any]:
+    """The first argument of `from_pretrained` of a model with adapters (peft): its base model."""
+    if not hasattr(model, "get_base_model"):
+        return []
+    copied = copy.deepcopy(model)  # some adapters are layers inside of the base model
+    return [copied.unload() if hasattr(copied, "unload") else copied.get_base_model()]
 
 
 WRITERS = {"safetensors": _write_safetensors, "program": _write_program, "hf": _write_pretrained}

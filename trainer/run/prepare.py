@@ -32,7 +32,7 @@ from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.storage.secrets import mask
-from trainer.task import check_signatures, load_object, splits_of, task_figures
+from trainer.task import check_signatures, load_object, method_of, splits_of, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -87,7 +87,7 @@ class Setup:
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
         """Makes a batch of samples."""
-        return getattr(self.task, "collate", batches.collate)
+        return method_of(self.task, "collate") or batches.collate
 
     def stream_spec(self, config: Config[Any]) -> StreamSpec | None:
         """How the training data are read, if they are a stream."""
@@ -334,8 +334,8 @@ def _fingerprint(
 ) -> str | None:
     """Length and hash of 16 keyed samples, in a stream the first; of the training data the task's
     `fingerprint()`, if it has one."""
-    if split == "train" and hasattr(task, "fingerprint"):
-        return str(task.fingerprint())
+    if split == "train" and (call := method_of(task, "fingerprint")):
+        return str(call())
     if dataset is None:
         return None
     count = known_length(dataset)

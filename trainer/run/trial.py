@@ -169,8 +169,8 @@ class Trial:
         with self._autocast():
             outcome = objective.loss(model, batches.copy_of(batch))
         for evaluator in self._sets:
-            for name in evaluator.states.metrics:
-                evaluator.states.arguments(name, outcome.predictions)
+            if evaluator.states.metrics:
+                evaluator.states.arguments(outcome.predictions)
         return outcome
 
     def _evaluate(self, buffers: Buffers) -> dict[str, Any]:

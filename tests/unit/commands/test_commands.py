@@ -392,3 +392,16 @@ def test_a_model_of_transformers_is_exported_with_its_tokenizer(tmp_path):
     about = json.loads((to / "export.json").read_text())["files"]["config.json"]
     assert about["difference"] == 0
     assert "model.safetensors" in about["files"]
+
+
+def test_adapters_are_exported_alone_and_read_back_on_their_base(tmp_path):
+    pytest.importorskip("peft")
+    from pretrained_task import Letters
+
+    train(settings(tmp_path / "run", Letters(adapters=True)))
+
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "tuned"),
+                 "--format", "hf"]) == 0
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= content(
+        tmp_path / "tuned").keys()
+    assert not (tmp_path / "tuned/model.safetensors").exists()

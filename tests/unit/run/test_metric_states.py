@@ -113,6 +113,21 @@ def test_missing_arguments_and_too_many_values_are_refused() -> None:
         states.compute(World(LaunchInfo(), CPU, 1))
 
 
+def test_a_data_set_may_leave_out_metrics_in_all_of_its_batches() -> None:
+    states = MetricStates(SimpleNamespace(metrics=lambda: {
+        "auroc": classification.BinaryAUROC(), "bleu": text.BLEUScore()}), CPU)
+    states.add(0, {"auroc": BINARY[0]})
+    states.add(1, {"auroc": BINARY[1]})
+    assert [*states.compute(World(LaunchInfo(), CPU, 1))] == states.computed == ["auroc"]
+
+    states.add(2, {"bleu": TEXTS[0]})
+    with pytest.raises(ConfigError, match=r"for the metrics \['auroc'\], and those of another"):
+        states.compute(World(LaunchInfo(), CPU, 1))
+    states.begin()
+    states.add(0, {})
+    assert states.compute(World(LaunchInfo(), CPU, 1)) == {}
+
+
 def test_a_task_may_use_the_name_otherwise() -> None:
     assert task_metrics(SimpleNamespace(metrics=("accuracy",))) == {}
 
