@@ -44,7 +44,8 @@ def _check_metric_names(built: BuiltRun) -> None:
     if not built.validations:
         return
     found = _metrics(built, lambda _: compute.objective.accumulator.names or ())
-    if compute.turn or not chosen <= {*found}:  # the loss may return others in evaluation
+    # The loss may return others in evaluation, and for each set.
+    if compute.turn or not chosen <= {*found} or (chosen and len(built.validations) > 1):
         found = _metrics(built, Evaluator.first_names)
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigError(f"--task: two metrics of a validation are named {twice[0]}; rename the "
