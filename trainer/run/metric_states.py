@@ -139,20 +139,31 @@ class MetricStates:
 
 def _merge(name: str, module: Any, state: str) -> Callable[[Any, Any], Any]:
     """How a state of two batches is merged."""
-    from torchmetrics import utilities  # an extra: only a task with such metrics needs it
+    from torchmetrics import utilities, wrappers  # an extra: only a task with such metrics needs it
 
     reduction = vars(module)["_reductions"][state]  # no public name
     if isinstance(module.metric_state[state], list):
         if reduction in (utilities.dim_zero_cat, None):
             return operator.add
-    elif (known := {utilities.dim_zero_sum: operator.add, utilities.dim_zero_max: torch.maximum,
-                    utilities.dim_zero_min: torch.minimum}.get(reduction)) is not None:
+    elif not isinstance(module, wrappers.Running) and (known := {  # which counts the batches
+            utilities.dim_zero_sum: operator.add, utilities.dim_zero_max: torch.maximum,
+            utilities.dim_zero_min: torch.minimum}.get(reduction)) is not None:
         return known
     what = getattr(reduction, "__name__", reduction)
-    raise ConfigError(
+    error = ConfigError(
         f"--task: metrics(): the state {state!r} of {name!r} ({type(module).__name__}) is reduced "
         f"by {what}, so it can't be merged in the order of batches; use a metric whose states are "
         'sums, maxima, minima or lists (dist_reduce_fx "sum", "max", "min" or "cat").')
+    if reduction is not utilities.dim_zero_mean:
+        raise error
+
+    def unchanged(one: Tensor, other: Tensor) -> Tensor:
+        """A mean of equal values, such as the range of the data of a signal-to-noise ratio."""
+        if not torch.equal(one, other):
+            raise error
+        return one
+
+    return unchanged
 
 
 def _tensor(module: Any, value: Any) -> Tensor:

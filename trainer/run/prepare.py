@@ -24,6 +24,7 @@ from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.device import OMP, share_of_cores
+from trainer.distributed.serialization import as_bytes
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
@@ -368,7 +369,7 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield as_bytes(dense.cpu()).numpy().tobytes()
         return
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         yield f"{type(value).__name__} {value!r}".encode()

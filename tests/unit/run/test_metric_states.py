@@ -16,6 +16,7 @@ from trainer.task import task_metrics
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, text, wrappers  # noqa: E402
+from torchmetrics.image import PeakSignalNoiseRatio  # noqa: E402
 
 CPU = torch.device("cpu")
 DRAW = torch.Generator().manual_seed(0)
@@ -55,6 +56,8 @@ CASES = {
     "bleu": (lambda: {"bleu": text.BLEUScore(n_gram=2)}, TEXTS),
     "float sums": (lambda: {"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()},
                    [(scores,) for scores, _ in CLASSES]),
+    "constant": (lambda: {"psnr": PeakSignalNoiseRatio(data_range=1.0)},
+                 [(scores, scores.flip(0)) for scores, _ in CLASSES]),
     "detection": (detection, [boxes(2), boxes(0), boxes(3)]),
 }
 
@@ -94,6 +97,7 @@ def test_the_values_are_those_of_the_library_in_one_process(case: str) -> None:
 
 @pytest.mark.parametrize(("metrics", "message"), [
     (lambda: {"r": torchmetrics.PearsonCorrCoef()}, r"'mean_x' of 'r' \(PearsonCorrCoef\) is red"),
+    (lambda: {"r": wrappers.Running(torchmetrics.SumMetric())}, r"'r' \(Running\) is reduced by"),
     (lambda: [1], r"metrics\(\) returned \[1\]; return a dict of name: torchmetrics.Metric"),
     (lambda: {"loss": torchmetrics.MeanMetric()}, r"metrics\(\) has 'loss', but val_loss is taken"),
 ])
