@@ -155,7 +155,8 @@ class Evaluator:
         first = replace(self, limit=1, marks=ProgressMarks(), stopped=lambda: False)
         with eval_mode(self.model), torch_private.uncompiled(self.model), self.weights():
             sums = first._sums()
-        return next((n for n, *_ in self.world.gather_json(sums.names if sums else []) if n), [])
+        everywhere = self.world.gather_json(sums.names if sums else [])
+        return next((names for found in everywhere for names in found), [])
 
     def _sums(self) -> _Sums | None:
         """Evaluate this rank's batches; None if it was asked to stop."""

@@ -57,11 +57,11 @@ def _check_metric_names(built: BuiltRun) -> None:
 
 def _metrics(built: BuiltRun, names_of: Callable[[Evaluator], Sequence[str]]) -> list[str]:
     """Names of the figures of a validation; those of the loss by `names_of` a set's evaluator."""
-    found = []
+    found = list[str]()
     chosen = (built.context.config.eval.best.rpartition(":")[0], built.state.schedule.metric)
     for place, (split, evaluator) in enumerate(built.validations.items()):
         of_set = split.partition(":")[2]
-        own = [*names_of(evaluator)]
+        own = names_of(evaluator)
         for prefix in dict.fromkeys(["val_"] * (not place) + [f"val_{of_set}_"] * bool(of_set)):
             found += [prefix + name for name in ("loss", *own, *evaluator.figures,
                                                  *evaluator.states.metrics, "samples")]
