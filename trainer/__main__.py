@@ -84,13 +84,14 @@ def preload(argv: Sequence[str]) -> int:
     from trainer.run import circumstances, run_dir
     from trainer.run.prepare import bind_seed
     from trainer.storage.secrets import hide
+    from trainer.task import method_of
     from trainer.telemetry.events import Log
 
     try:
         config = command_line.parse_config(argv, commands=", ".join(COMMANDS))
         task = bind_seed(config.task, config.seed)
-        if hasattr(task, "preload"):
-            task.preload()
+        if call := method_of(task, "preload"):
+            call()
     except ConfigError as error:
         show_cause(error)
         Log().error(str(error))

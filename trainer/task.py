@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +197,8 @@ class Task(Protocol):
     - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes
       the means by name (including "loss") and the summed `Outcome.table` (float64, or None).
     - `metrics() -> {name: torchmetrics.Metric}`, or a MetricCollection, defines metrics of an
-      evaluation that are no means, updated with `Outcome.predictions`.
+      evaluation that are no means, updated with `Outcome.predictions`, which may leave some out
+      for a validation set of another kind.
     - `first_loss() -> float` is the expected loss of an untrained model (log C for C classes; 0:
       unknown); the measured initial loss is compared with it.
     - `validation_sets` names further validation sets, `dataset("validation:NAME")`, whose metrics
@@ -242,7 +243,7 @@ def check_signatures(task: Any) -> None:
         except (TypeError, ValueError):  # no such method, or one implemented in C
             continue
         ways: list[dict[str, str]] = [{}]
-        if name == "loss" and getattr(task, "turns", None):
+        if name == "loss" and getattr(task, "turns", None) and method_of(task, "optimizers"):
             ways.append({"turn": "NAME"})
         for keywords in ways:
             try:
@@ -252,6 +253,12 @@ def check_signatures(task: Any) -> None:
                 raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called "
                                   f"as {name}({call}), which fails: {error}; correct its "
                                   "parameters (self is the first one).") from error
+
+
+def method_of(task: Any, name: str) -> Callable[..., Any] | None:
+    """An optional method of a task; None without one, also if a field has its name."""
+    found = getattr(task, name, None)
+    return found if callable(found) else None
 
 
 def splits_of(task: Any) -> tuple[str, ...]:
@@ -267,7 +274,7 @@ def splits_of(task: Any) -> tuple[str, ...]:
 
 def task_figures(task: Any) -> dict[str, Any]:
     """The functions returned by `Task.figures`, by name; empty without such a method."""
-    figures = task.figures() if hasattr(task, "figures") else {}
+    figures = call() if (call := method_of(task, "figures")) else {}
     if not isinstance(figures, Mapping) or not all(map(callable, figures.values())):
         raise ConfigError(f"--task: figures() returned {figures!r}; return a dict of name: "
                           "function of the means and the table, such as {'perplexity': lambda "
@@ -280,9 +287,9 @@ def task_figures(task: Any) -> dict[str, Any]:
 
 def task_metrics(task: Any) -> dict[str, Any]:
     """The metrics returned by `Task.metrics`, by name; empty without such a method."""
-    if not callable(getattr(task, "metrics", None)):
+    if (call := method_of(task, "metrics")) is None:
         return {}
-    found = task.metrics()
+    found = call()
     metrics: dict[Any, Any] = dict(found.items()) if hasattr(found, "items") else {None: found}
     for name, metric in metrics.items():
         if not isinstance(name, str) or not all(hasattr(metric, member) for member in (

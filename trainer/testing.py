@@ -49,6 +49,7 @@ from trainer.task import (
     check_outcome,
     check_signatures,
     first_batch,
+    method_of,
     splits_of,
     task_figures,
     uncalled_methods,
@@ -111,7 +112,7 @@ def dataset_of(task: Any, split: str) -> Any:
 
 def read_items(task: Any, dataset: Any, which: Sequence[int], *, epoch: int = 0) -> Any:
     """Read a batch of the samples with these numbers (fewer at the end), as the loader does."""
-    collate = getattr(task, "collate", batches.collate)
+    collate = method_of(task, "collate") or batches.collate
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
         rng.seed_all(SEED, rng.SAMPLE, epoch)
@@ -196,13 +197,13 @@ def _problems(task: Any, batch_size: int) -> list[str]:
         task_figures(task)
         MetricStates(task, torch.device("cpu"))
         for one in (task, pristine):
-            if callable(call := getattr(one, "epoch", None)):
+            if call := method_of(one, "epoch"):
                 EpochCalls(call, SEED).enter(0)
         case = _case(task, batch_size)
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
                             else raised("reading the first samples", error)]
-    turns = dict.fromkeys(getattr(task, "turns", ()) if hasattr(task, "optimizers") else ())
+    turns = dict.fromkeys(getattr(task, "turns", ()) if method_of(task, "optimizers") else ())
     for turn in turns or ("",):
         case = dataclasses.replace(case, turn=turn)
         if _check_turn(case, problems, irreproducible=irreproducible):
@@ -325,7 +326,7 @@ def _check_step(case: _Case) -> Iterator[str]:
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
     step = Step.plain(state, objective, objective, of=TurnParameters(optimizer, case.turn),
-                      after_step=getattr(case.task, "after_step", None))
+                      after_step=method_of(case.task, "after_step"))
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     result = step([full, MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), case.whole)])
     assert result is not None, "the step had samples"

@@ -16,7 +16,7 @@ from trainer.commands.compare import differences
 TASK = ["--task=scored_task:Scored", "--device=cpu", "--batch.global-size=16",
         "--batch.micro-size=4", "--steps=14", "--eval.every=5", "--checkpoint.every=5",
         "--optim.lr=0.05", "--task.objects", "--checkpoint.keep=9",
-        "--eval.best=val_noisy_loss:min"]  # fmt: skip
+        "--eval.best=val_noisy_accuracy:max"]  # fmt: skip
 
 
 def assert_as_in_one_process(run: Path, line: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def test_killed_runs_end_with_the_same_bits(ranks, undisturbed, tmp_path, size, 
         "val_loss", "val_samples", "val_clean_loss", "val_clean_samples", "val_noisy_loss",
         "val_noisy_samples"]
     assert len({first[f"val_{name}loss"] for name in ("", "clean_", "noisy_")}) == 3
-    assert summary(straight)["best"]["metric"] == "val_noisy_loss"
+    assert summary(straight)["best"]["metric"] == "val_noisy_accuracy"
 
 
 def test_the_first_named_validation_set_is_the_main_one_where_there_is_no_other(ranks, tmp_path):

@@ -15,13 +15,21 @@ from trainer import Outcome
 class Letters:
     """Predict the next letter; the embedding and the head have one weight."""
 
+    adapters: bool = False
+
     @property
     def tokenizer(self) -> ByT5Tokenizer:
         return ByT5Tokenizer()
 
     def model(self) -> nn.Module:
-        return GPT2LMHeadModel(GPT2Config(vocab_size=384, n_positions=16, n_embd=8, n_layer=1,
-                                          n_head=2, bos_token_id=1, eos_token_id=1))
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=384, n_positions=16, n_embd=8, n_layer=1,
+                                           n_head=2, bos_token_id=1, eos_token_id=1))
+        if not self.adapters:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"],
+                                                fan_in_fan_out=True))
 
     def dataset(self, split: str) -> Any:
         ids = self.tokenizer(["abcdef", "bcdefg"] * 8, return_tensors="pt")["input_ids"]

@@ -77,9 +77,11 @@ class Scored:
         logits = model(tokens)
         total = functional.binary_cross_entropy_with_logits(
             logits, labels.float(), reduction="sum")
+        if model.training:
+            return Outcome(total, len(labels))
         correct = ((logits > 0) == labels).sum()
         return Outcome(total, len(labels), {"accuracy": (correct, len(labels))},
-                       predictions=None if model.training else predictions(logits, batch))
+                       predictions=predictions(logits, batch))
 
     def metrics(self) -> dict[str, Any]:
         if not self.objects:

@@ -162,3 +162,11 @@ def process_state() -> list[Any]:
             torch.get_rng_state().tolist(), torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
             threading.active_count(), len(os.listdir("/proc/self/fd"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Small):
+    """Its loss calls parts of the model."""
+
+    def loss(self, model: Any, batch: Any) -> Outcome:
+        return super().loss(nn.Sequential(model.body, model.head), batch)

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer import Outcome
+from trainer.config.schema import Optim
+from trainer.optim.named_optimizers import optimizer_of, turns_of
+from trainer.task import METHOD_ARGUMENTS, REQUIRED_METHODS
 from trainer.tasks.images import Images
 from trainer.testing import check_task
 
@@ -359,3 +362,13 @@ def test_state_that_only_the_loss_shows_is_found():
         return Outcome(squares(model, batch).sum() * factor[0], len(batch[0]))
 
     assert "after a restart the same batch gives a loss of" in problems(with_loss(loss))
+
+
+def test_fields_may_have_the_names_of_optional_methods() -> None:
+    names = (*(METHOD_ARGUMENTS.keys() - {*REQUIRED_METHODS}), "preload", "preview", "turns",
+             "weights", "labels", "lengths")
+    task = dataclasses.make_dataclass("Named", [(name, str, "text") for name in names],
+                                      bases=(Good,), frozen=True)()
+
+    check_task(task)
+    assert turns_of(optimizer_of(Optim(), task.model(), task)) == ("",)

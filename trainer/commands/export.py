@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import rng
 from trainer.config import command_line
+from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.distributed.torch_private import tree_leaves, tree_map
 from trainer.errors import ConfigError, listed
@@ -22,12 +25,13 @@ from trainer.run.saved_run import (
     ModelCall,
     SavedRun,
     config_error_on_write,
+    find_first_call,
     load_weights,
     open_saved_run,
     output_leaves,
-    record_first_call,
 )
 from trainer.storage import files, layout, tensorfile
+from trainer.task import Outcome, check_outcome
 from trainer.telemetry.events import Log
 
 SAFETENSORS = "model.safetensors"
@@ -58,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
     if options.tolerance is not None and not options.tolerance >= 0:
         raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
-    call = _example(reader)
+    example = _example(reader)
     if any((options.to / name).exists() for name in (layout.IDENTITY, layout.MANIFEST)):
         raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                           f"{SAFETENSORS} of its own; choose another folder.")
     with config_error_on_write(f"--to {options.to}", "choose a folder that can be written"):
         options.to.mkdir(parents=True, exist_ok=True)
         kinds = dict.fromkeys(options.format or ["safetensors"])
-        kept = {kind: _export(reader, call, kind, options.to, TOLERANCE[kind] if
+        kept = {kind: _export(reader, example, kind, options.to, TOLERANCE[kind] if
                               options.tolerance is None else options.tolerance) for kind in kinds}
         if found := {FILES[kind]: about for kind, about in kept.items() if about is not None}:
             files.replace_json(options.to / "export.json", {
@@ -76,14 +80,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export(
-    reader: SavedRun, call: ModelCall, kind: str, folder: Path, tolerance: float
+    reader: SavedRun, example: Example, kind: str, folder: Path, tolerance: float
 ) -> dict[str, Any] | None:
     """Write a file and read it back; returns its description, or None if its output differs."""
     name = FILES[kind]
     with TemporaryDirectory(dir=folder, prefix=".") as aside:
-        again, notes = WRITERS[kind](reader, call, Path(aside) / name)
-        difference = _difference(_tensors(call.output), _tensors(again))
-        summary = f"{folder / name}: largest difference {difference:.3g}"
+        again, notes = WRITERS[kind](reader, example, Path(aside) / name)
+        difference = _difference(_tensors(example.output(reader.model)), _tensors(again))
+        where = folder if kind == "hf" else folder / name
+        summary = f"{where}: largest difference {difference:.3g}"
         if not difference <= tolerance:
             Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
             return None
@@ -93,17 +98,37 @@ def _export(
     return {"difference": difference, "tolerance": tolerance, **notes}
 
 
-def _example(reader: SavedRun) -> ModelCall:
-    """Record a call of the model on the first batch of the data, in fp32, without a graph."""
+@dataclass(frozen=True)
+class Example:
+    """What is computed with the model and with the one read back: its first call in the loss of a
+    batch, or the loss, if that calls parts of the model only."""
+
+    call: ModelCall | None
+    loss: Callable[[nn.Module, Any], Outcome]
+    batch: Any
+
+    def output(self, model: Any) -> Any:
+        """The output of a model. Each uses the same random keys: the model may sample."""
+        rng.seed_all(0, rng.EVALUATE)
+        with torch.no_grad():
+            if self.call is not None:
+                return model(*self.call.args, **self.call.kwargs)
+            total, metrics = check_outcome(self.loss(model, batches.copy_of(self.batch)))
+            return {"loss": total} | {name: torch.as_tensor(value)
+                                      for name, (value, _) in metrics.items()}
+
+
+def _example(reader: SavedRun) -> Example:
+    """The example of the first batch of the data, in fp32, without a graph."""
     evaluator = next(found for split in ("validation", "test", "train")
                      if (found := reader.evaluator(split)) is not None)
     batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
     with torch.no_grad():
-        call = record_first_call(reader.model, reader.task.loss, batch)
-        # The loss may wrap the call (in autocast, for example). The reference output comes from a
-        # call outside of it, like the outputs that it is compared with.
-        call = ModelCall(call.args, call.kwargs, _output(reader.model, call))
-    leaves = output_leaves(call.output)
+        call = find_first_call(reader.model, reader.task.loss, batches.copy_of(batch))
+    example = Example(call, reader.task.loss, batch)
+    # The loss may wrap the call (in autocast, for example). The reference output comes from a call
+    # outside of it, like the outputs that it is compared with.
+    leaves = output_leaves(example.output(reader.model))
     others = [f"{name} ({type(leaf).__name__})" for name, leaf in leaves.items()
               if not isinstance(leaf, Tensor)]
     if len(others) == len(leaves):
@@ -111,26 +136,24 @@ def _example(reader: SavedRun) -> ModelCall:
                           f"only {listed(others) or 'None'}.")
     if others:
         Log().info(f"not compared, since only tensors are: {listed(others)}")
-    return call
+    return example
 
 
-def _write_safetensors(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
+def _write_safetensors(
+    reader: SavedRun, example: Example, path: Path
+) -> tuple[Any, dict[str, Any]]:
     weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
     files.replace_bytes(path, tensorfile.serialize(weights))
     model = reader.fresh_model()
     load_weights(model, tensorfile.load_tensors(path), str(path))
-    return _output(model, call), {}
+    return example.output(model), {}
 
 
-def _output(model: Callable[..., Any], call: ModelCall) -> Any:
-    """Return the output of a model. Each call uses the same random keys: the model may sample."""
-    rng.seed_all(0, rng.EVALUATE)
-    with torch.no_grad():
-        return model(*call.args, **call.kwargs)
-
-
-def _write_program(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
-    model, args, kwargs = reader.model, call.args, dict(call.kwargs)
+def _write_program(reader: SavedRun, example: Example, path: Path) -> tuple[Any, dict[str, Any]]:
+    if example.call is None:
+        raise ConfigError("--format program: loss() doesn't call the model itself (model(…)), so "
+                          "its arguments are unknown; use --format safetensors.")
+    model, args, kwargs = reader.model, example.call.args, dict(example.call.kwargs)
     sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs))
              if isinstance(leaf, Tensor) and leaf.dim()]
     batch_size = sizes[0] if sizes else 0
@@ -152,7 +175,7 @@ def _write_program(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, 
                 continue
             program.example_inputs = None  # they are the user's data
             torch.export.save(program, path)
-            return _output(torch.export.load(path).module(), call), {"batch": batch}
+            return example.output(torch.export.load(path).module()), {"batch": batch}
     raise ConfigError(f"--format program: torch.export can't trace this model: "
                       f"{type(failed).__name__}: {str(failed).strip().splitlines()[0]}; "
                       "export it as safetensors, or let the model return tensors only.") from failed
@@ -176,7 +199,7 @@ def _difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> floa
     return worst
 
 
-def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
+def _write_pretrained(reader: SavedRun, example: Example, path: Path) -> tuple[Any, dict[str, Any]]:
     model: Any = reader.model
     folder = path.parent
     parts: list[Any] = [model, *(getattr(reader.task, name, None) for name in PROCESSORS)]
@@ -187,7 +210,7 @@ def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[An
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        again = type(model).from_pretrained(folder).to(reader.world.device)
+        again = type(model).from_pretrained(*_base(model), folder).to(reader.world.device)
     except OSError:
         raise
     except Exception as error:
@@ -195,7 +218,15 @@ def _write_pretrained(reader: SavedRun, call: ModelCall, path: Path) -> tuple[An
                           f"raised {type(error).__name__}: {error}. Use --format safetensors."
                           ) from error
     again.eval()
-    return _output(again, call), {"files": listed(sorted(p.name for p in folder.iterdir()))}
+    return example.output(again), {"files": listed(sorted(p.name for p in folder.iterdir()))}
+
+
+def _base(model: Any) -> list[Any]:
+    """The first argument of `from_pretrained` of a model with adapters (peft): its base model."""
+    if not hasattr(model, "get_base_model"):
+        return []
+    copied = copy.deepcopy(model)  # some adapters are layers inside of the base model
+    return [copied.unload() if hasattr(copied, "unload") else copied.get_base_model()]
 
 
 WRITERS = {"safetensors": _write_safetensors, "program": _write_program, "hf": _write_pretrained}

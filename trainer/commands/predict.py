@@ -25,6 +25,7 @@ from trainer.run.saved_run import (
     record_first_call,
 )
 from trainer.storage import files, layout
+from trainer.task import method_of
 from trainer.telemetry.events import Log, writable
 
 Row = dict[str, Any]
@@ -96,7 +97,7 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[Row]]:
     if evaluator is None:
         raise ConfigError(f"--split {name}: the task has no such data (dataset({name!r}) is None "
                           "or empty).")
-    predict = getattr(reader.task, "predict", None)
+    predict = method_of(reader.task, "predict")
     batches: list[tuple[Any, int]] = []
     for micro in evaluator.every_batch():
         batch = to_device(micro.batch, reader.world.device)

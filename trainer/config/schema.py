@@ -517,7 +517,8 @@ class Config(Section, Generic[TaskT]):
                    "it is the length of the run; omit --steps and --epochs.")
         self.check(self.data.limit in (None, size) and self.data.sampler is None, "overfit",
                    "it trains on the first global batch; omit --data.limit and --data.sampler.")
-        self.check(not getattr(self.task, "turns", ()), "overfit", "the task's turns have losses "
+        turns = getattr(self.task, "turns", ()) and hasattr(self.task, "optimizers")
+        self.check(not turns, "overfit", "the task's turns have losses "
                    "that need not fall; use --data.limit and --steps for a small run.")
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "data", dataclasses.replace(

@@ -17,6 +17,7 @@ from trainer import rng
 from trainer.data.map_dataset import Limited
 from trainer.data.order import KeyedPermutation
 from trainer.errors import ConfigError
+from trainer.task import method_of
 
 WINDOW = 64
 """Micro-batches whose samples are sorted by length together: a window of w makes the padded share
@@ -28,7 +29,7 @@ _REMEDY = ("define {name}(dataset) in the task, or an attribute {name} of the tr
 def column(task: Any, dataset: Any, name: str, *others: str) -> Any:
     """The value of each sample: `task.name(dataset)`, or an attribute of the data set of this or
     another name; None if there is none."""
-    if callable(own := getattr(task, name, None)):
+    if own := method_of(task, name):
         if isinstance(dataset, Limited):  # the task knows its own data set
             return np.asarray(own(dataset.dataset))[: len(dataset)]
         return own(dataset)
@@ -177,9 +178,9 @@ class Mixture:
                               "of the data sets to mix.")
         self._seed, self._permutation = seed, KeyedPermutation(len(dataset), seed)
         self._sizes = np.diff([0, *dataset.cumulative_sizes])
-        own = getattr(task, "weights", None)
+        own = method_of(task, "weights")
         weights = _numbers(
-            own(dataset) if callable(own) else getattr(dataset, "weights", None),
+            own(dataset) if own else getattr(dataset, "weights", None),
             sampler="mixture", name="weights", count=len(self._sizes),
             what="one weight for each of its data sets")
         _refuse_no_weight(float(weights.sum()), "mixture")

@@ -26,14 +26,20 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, flat, as uint8. A single element is contiguous with any stride, such
+    as `table[:, 3][:1]`, but `view` needs a stride of 1."""
+    whole = tensor.detach().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the bytes of tensors on one device, as uint8.
 
     On CPU after a 16-byte hash of dtypes and shapes, since a collective fills a buffer even from a
     message of another length. On a GPU the check would cost a synchronisation.
     """
-    return torch.cat([*_header(tensors), *(
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)])
+    return torch.cat([*_header(tensors), *map(as_bytes, tensors)])
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from trainer.config.schema import Clip, Optim, Schedule
 from trainer.errors import ConfigError, listed
 from trainer.optim.optimizers import has_modes, make_optimizer, refuse_closure
+from trainer.task import method_of
 
 WHAT = "--task: optimizers(model)"
 KINDS = (torch.optim.Optimizer, Schedule, Clip)
@@ -85,13 +87,13 @@ def turns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 def optimizer_of(config: Optim, model: nn.Module, task: Any) -> torch.optim.Optimizer:
     """The optimizer of the configuration, or those of the task's `optimizers(model)`."""
     turns = getattr(task, "turns", ())
-    if not callable(getattr(task, "optimizers", None)):
+    if (make := method_of(task, "optimizers")) is None:
         if turns and isinstance(turns, tuple | list):
             raise ConfigError(f"--task: turns is {turns!r}, but the task has no optimizers(model); "
                               "define one that returns an optimizer for each turn.")
-        return make_optimizer(config, model, getattr(task, "parameter_groups", None))
+        return make_optimizer(config, model, method_of(task, "parameter_groups"))
     _refuse_flags(config)
-    members = _checked(task.optimizers(model), model)
+    members = _checked(make(model), model)
     if turns:
         _check_turns(turns, members)
     return NamedOptimizers(members, turns)
@@ -129,13 +131,25 @@ def _checked(made: Any, model: nn.Module) -> dict[str, Member]:
                 raise ConfigError(f"{WHAT} has {names[parameter]} both in {owner[parameter]!r} and "
                                   f"in {name!r}; give each parameter to one optimizer.")
             owner[parameter] = name
+        _drop_frozen(optimizer)
+        if not members[name].parameters:
+            raise ConfigError(f"{WHAT} has {name!r}, whose parameters are all frozen, by --freeze "
+                              "or in model(); leave it out.")
     if left := [n for p, n in names.items() if p.requires_grad and p not in owner]:
         raise ConfigError(f"{WHAT} has {listed(left)} in no optimizer; give each parameter to one, "
                           "or freeze it (--freeze, or requires_grad_(False) in model()).")
-    if held := [names[p] for p in owner if not p.requires_grad]:
-        raise ConfigError(f"{WHAT} has {listed(held)}, frozen by --freeze or in model(); leave out "
-                          "parameters whose requires_grad is False.")
     return members
+
+
+def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Take frozen parameters out of an optimizer, which would not update them either."""
+    for group in optimizer.param_groups:
+        trained = [p.requires_grad for p in group["params"]]
+        for parameter in [p for p in group["params"] if not p.requires_grad]:
+            optimizer.state.pop(parameter, None)
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [*compress(group[key], trained)]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _check_turns(turns: Any, members: Mapping[str, Member]) -> None:

@@ -66,6 +66,7 @@ from trainer.step import Computes, ForwardBackward, Reduction, TurnParameters
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
 from trainer.storage.secrets import MASK
+from trainer.task import method_of
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
 
@@ -248,7 +249,7 @@ def _make_trainable(
     if resumption.found is not None:
         progress.restore(resumption.found.state.progress)
     parts: dict[str, Any] = {"horizon": setup.lengths, "health": health}
-    if callable(call := getattr(setup.task, "epoch", None)):
+    if call := method_of(setup.task, "epoch"):
         parts["epoch"] = EpochCalls(call, config.seed)
     if config.checkpoint.keep_every == "cycle":
         parts["cycles"] = RateCycles()
@@ -397,12 +398,10 @@ def _open_recorders(
         log_startup(context.log, summary, warnings, resumption, context.path)
     open_metrics(context, setup, folder, found, summary=summary)
     pictures = None
-    draw, write = (getattr(setup.task, name, None) for name in ("picture", "text"))
-    if context.world.is_main and (callable(draw) or callable(write)):
-        pictures = Pictures(draw=draw if callable(draw) else None,
-                            write=write if callable(write) else None,
-                            folder=context.path / layout.PICTURES, model=setup.model,
-                            show=folder.metrics.exhibit, log=context.log)
+    draw, write = (method_of(setup.task, name) for name in ("picture", "text"))
+    if context.world.is_main and (draw or write):
+        pictures = Pictures(draw=draw, write=write, folder=context.path / layout.PICTURES,
+                            model=setup.model, show=folder.metrics.exhibit, log=context.log)
     return Recorders(metrics=folder.metrics, pictures=pictures,
                      rate_end=rate_end if context.world.is_main else (0, ""),
                      warn=context.log.warning,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.data.workers import DataReader
+from trainer.distributed import torch_private
 from trainer.distributed.ddp import stack
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -32,7 +33,7 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import EVALUATION_REMEDY, loader_workers
-from trainer.task import Outcome, check_outcome, task_figures
+from trainer.task import Outcome, check_outcome, method_of, task_figures
 from trainer.telemetry.status import Phase
 
 
@@ -112,7 +113,7 @@ class Evaluator:
         self._is_stream = isinstance(self.dataset, IterableDataset)
         self._count = 0 if self._is_stream else -(-len(self.dataset) // self._batch_size)
         self._workers = loader_workers(self.config, self.dataset, self.world)
-        self._collate = getattr(self.task, "collate", batches.collate)
+        self._collate = method_of(self.task, "collate") or batches.collate
         self.figures = task_figures(self.task)
         self.states = MetricStates(self.task, self.world.device)
         self._has_warned = False
@@ -148,6 +149,14 @@ class Evaluator:
         means |= {n: float(figure(means, table)) for n, figure in self.figures.items()}
         return Scores(loss=means.pop("loss"), metrics=means, table=table,
                       samples=round(float(rows[:, -1].sum())))
+
+    def first_names(self) -> list[str]:
+        """Collective. Names of the metrics of the loss for the first batch."""
+        first = replace(self, limit=1, marks=ProgressMarks(), stopped=lambda: False)
+        with eval_mode(self.model), torch_private.uncompiled(self.model), self.weights():
+            sums = first._sums()
+        everywhere = self.world.gather_json(sums.names if sums else [])
+        return next((names for found in everywhere for names in found), [])
 
     def _sums(self) -> _Sums | None:
         """Evaluate this rank's batches; None if it was asked to stop."""

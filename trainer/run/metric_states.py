@@ -42,30 +42,44 @@ class MetricStates:
                 setattr(module, "distributed_available_fn", lambda: False)  # noqa: B010
                 self._states += [(module, state, _merge(name, module, state))
                                  for state in module.metric_state]
+        self.computed: list[str] = []
+        """Names of the metrics in the last evaluation."""
         self.begin()
 
     def begin(self) -> None:
         """Begin an evaluation."""
         self._rows: dict[int, list[list[Tensor]]] = {}
         self._counts: dict[int, Tensor] = {}
+        self._given: list[list[str]] = []
         for metric in self.metrics.values():
             metric.to(self._device)
 
-    def arguments(self, name: str, predictions: Any) -> tuple[Any, ...]:
-        """The arguments of a metric's `update` in `Outcome.predictions`."""
-        found = predictions.get(name) if isinstance(predictions, Mapping) else predictions
-        if not isinstance(found, tuple | list):
-            raise ConfigError(
-                f"--task: metrics() has {name!r}, but in evaluation the loss returned no arguments "
-                "of its update; return Outcome(…, predictions=(preds, target)), or a dict of name: "
-                "arguments if the metrics take different ones.")
-        return tuple(found)
+    def arguments(self, predictions: Any) -> dict[str, tuple[Any, ...]]:
+        """The arguments of each metric's `update` in `Outcome.predictions`. A dict may leave out
+        metrics that belong to another validation set."""
+        found = dict.fromkeys(self.metrics, predictions)
+        if isinstance(predictions, Mapping):
+            known = {name: predictions[name] for name in self.metrics if name in predictions}
+            found = known if known or not predictions else dict.fromkeys(self.metrics)
+        for name, value in found.items():
+            if not isinstance(value, tuple | list):
+                raise ConfigError(
+                    f"--task: metrics() has {name!r}, but in evaluation the loss returned no "
+                    "arguments of its update; return Outcome(…, predictions=(preds, target)), or a "
+                    "dict of name: arguments if the metrics take different ones.")
+        return {name: tuple(value) for name, value in found.items()}
 
     def add(self, number: int, predictions: Any) -> None:
         """Add a batch; -1 is a stand-in, which does not count."""
+        if not self.metrics:
+            return
+        arguments = self.arguments(predictions)
+        if [*arguments] not in self._given:
+            self._given.append([*arguments])
         for name, metric in self.metrics.items():
             metric.reset()
-            metric.update(*self.arguments(name, predictions))
+            if name in arguments:
+                metric.update(*arguments[name])
         if number < 0:
             return
         row = self._rows[number] = []
@@ -84,6 +98,12 @@ class MetricStates:
         if not self.metrics:
             return {}
         rows = self._everywhere(world)
+        given = [names for names_of_rank in world.gather_json(self._given)
+                 for names in names_of_rank]
+        if any(names != given[0] for names in given):
+            raise ConfigError(f"--task: the predictions of a batch are for the metrics {given[0]}, "
+                              f"and those of another batch of the same data for others; return "
+                              "the same for each batch of a validation set.")
         found: dict[str, float] = {}
         for place, (module, state, merge) in enumerate(self._states):
             default = getattr(module, state)
@@ -95,9 +115,10 @@ class MetricStates:
                 count = self._counts.get(place, torch.zeros(default.shape, dtype=torch.int64))
                 value = world.all_sum(count.cpu()).to(default.dtype)
             setattr(module, state, value)
-        for name, metric in self.metrics.items():
+        self.computed = given[0]
+        for name in self.computed:
             # A copy: what compute() changes besides the states would reach the next validation.
-            found |= dict(_values(name, copy.deepcopy(metric).cpu().compute()))
+            found |= dict(_values(name, copy.deepcopy(self.metrics[name]).cpu().compute()))
         # Ranks on other processors may round differently, and must not decide alone.
         return dict(world.broadcast_json(found))
 
@@ -118,20 +139,31 @@ class MetricStates:
 
 def _merge(name: str, module: Any, state: str) -> Callable[[Any, Any], Any]:
     """How a state of two batches is merged."""
-    from torchmetrics import utilities  # an extra: only a task with such metrics needs it
+    from torchmetrics import utilities, wrappers  # an extra: only a task with such metrics needs it
 
     reduction = vars(module)["_reductions"][state]  # no public name
     if isinstance(module.metric_state[state], list):
         if reduction in (utilities.dim_zero_cat, None):
             return operator.add
-    elif (known := {utilities.dim_zero_sum: operator.add, utilities.dim_zero_max: torch.maximum,
-                    utilities.dim_zero_min: torch.minimum}.get(reduction)) is not None:
+    elif not isinstance(module, wrappers.Running) and (known := {  # which counts the batches
+            utilities.dim_zero_sum: operator.add, utilities.dim_zero_max: torch.maximum,
+            utilities.dim_zero_min: torch.minimum}.get(reduction)) is not None:
         return known
     what = getattr(reduction, "__name__", reduction)
-    raise ConfigError(
+    error = ConfigError(
         f"--task: metrics(): the state {state!r} of {name!r} ({type(module).__name__}) is reduced "
         f"by {what}, so it can't be merged in the order of batches; use a metric whose states are "
         'sums, maxima, minima or lists (dist_reduce_fx "sum", "max", "min" or "cat").')
+    if reduction is not utilities.dim_zero_mean:
+        raise error
+
+    def unchanged(one: Tensor, other: Tensor) -> Tensor:
+        """A mean of equal values, such as the range of the data of a signal-to-noise ratio."""
+        if not torch.equal(one, other):
+            raise error
+        return one
+
+    return unchanged
 
 
 def _tensor(module: Any, value: Any) -> Tensor:

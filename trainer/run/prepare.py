@@ -24,6 +24,7 @@ from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.device import OMP, share_of_cores
+from trainer.distributed.serialization import as_bytes
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
@@ -32,7 +33,7 @@ from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
 from trainer.run.proof import check_state_dict
 from trainer.storage.secrets import mask
-from trainer.task import check_signatures, load_object, splits_of, task_figures
+from trainer.task import check_signatures, load_object, method_of, splits_of, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -87,7 +88,7 @@ class Setup:
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
         """Makes a batch of samples."""
-        return getattr(self.task, "collate", batches.collate)
+        return method_of(self.task, "collate") or batches.collate
 
     def stream_spec(self, config: Config[Any]) -> StreamSpec | None:
         """How the training data are read, if they are a stream."""
@@ -334,8 +335,8 @@ def _fingerprint(
 ) -> str | None:
     """Length and hash of 16 keyed samples, in a stream the first; of the training data the task's
     `fingerprint()`, if it has one."""
-    if split == "train" and hasattr(task, "fingerprint"):
-        return str(task.fingerprint())
+    if split == "train" and (call := method_of(task, "fingerprint")):
+        return str(call())
     if dataset is None:
         return None
     count = known_length(dataset)
@@ -368,7 +369,7 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield as_bytes(dense.cpu()).numpy().tobytes()
         return
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         yield f"{type(value).__name__} {value!r}".encode()

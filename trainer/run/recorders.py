@@ -38,6 +38,7 @@ from trainer.run.saved_run import record_first_call
 from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.jsonl import last_records, read_records, sample_records
+from trainer.task import method_of
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import EVENT, Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
@@ -158,8 +159,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def show_samples(board: TensorBoard, task: Any, log: Log) -> None:
     """Show some samples of the task in TensorBoard. A failure is only a warning."""
     try:
-        if hasattr(task, "preview"):
-            board.samples(task.preview(32))
+        if preview := method_of(task, "preview"):
+            board.samples(preview(32))
     except Exception as error:
         log.warning(f"no picture of samples: the task's preview(32), uint8 N×C×H×W: "
                     f"{type(error).__name__}: {error}")
@@ -225,7 +226,7 @@ def _earlier_s(path: Path) -> float:
 def _open_hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
     config, world, model, data = context.config, context.world, setup.model, setup.data
-    expected = setup.task.first_loss() if hasattr(setup.task, "first_loss") else None
+    expected = call() if (call := method_of(setup.task, "first_loss")) else None
     on_cuda = world.device.type == "cuda"
 
     def memory() -> tuple[int, int] | None:

@@ -205,8 +205,8 @@ class ModelCall:
     output: Any
 
 
-def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
-    """Compute the loss of a batch and record the first call of the model in it."""
+def find_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall | None:
+    """Compute the loss of a batch and record the first call of the model in it, if there is one."""
     calls: list[ModelCall] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -214,10 +214,15 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
 
     with model.register_forward_hook(note, with_kwargs=True):
         loss(model, batch)
-    if not calls:
+    return calls[0] if calls else None
+
+
+def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
+    """Compute the loss of a batch and record the first call of the model in it."""
+    if (call := find_first_call(model, loss, batch)) is None:
         raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
                           "output is unknown; give the task a method predict(model, batch).")
-    return calls[0]
+    return call
 
 
 def output_leaves(

@@ -27,7 +27,7 @@ from trainer.run import proof
 from trainer.run.model_modes import eval_mode
 from trainer.run.prepare import Setup, content
 from trainer.run.run import BuiltRun
-from trainer.step import ForwardBackward
+from trainer.step import NOTHING, ForwardBackward
 from trainer.task import Outcome, check_outcome
 
 NO_CHECKS = "(--start-checks off trains without this check.)"
@@ -137,7 +137,9 @@ class Trial:
                     self._evaluated = self._evaluate(buffers)
                 if self._evaluated is None:  # a part of the model in bf16 may need it
                     self._autocast = self._compute.autocast
-                    self._evaluated = self._evaluate(buffers)
+                    # The loss of a turn may need gradients, as a penalty of them does.
+                    with NOTHING if self._sets else contextlib.suppress(Exception):
+                        self._evaluated = self._evaluate(buffers)
                 found = proof.unequal_sums(outcome, model, self._few, halves, turned,
                                            tolerance=max(1e-3, 8 * eps))
                 problems, unchecked = found or [], "is random" * (found is None)
@@ -169,8 +171,8 @@ class Trial:
         with self._autocast():
             outcome = objective.loss(model, batches.copy_of(batch))
         for evaluator in self._sets:
-            for name in evaluator.states.metrics:
-                evaluator.states.arguments(name, outcome.predictions)
+            if evaluator.states.metrics:
+                evaluator.states.arguments(outcome.predictions)
         return outcome
 
     def _evaluate(self, buffers: Buffers) -> dict[str, Any]:

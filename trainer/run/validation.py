@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from trainer.errors import StopRequested
+from trainer.errors import ConfigError, StopRequested
 from trainer.run.bad_steps import replicas_match
 from trainer.run.finish import update_best
 from trainer.run.run import Run
@@ -24,6 +24,10 @@ def validate(run: Run) -> None:
             if (found := evaluator()) is None:
                 save_and_stop(run)  # a resumed run starts with this validation
             scores[split] = found
+    states = [evaluator.states for evaluator in run.validations.values()]
+    if never := {*states[0].metrics}.difference(*(one.computed for one in states)):
+        raise ConfigError(f"--task: metrics() has {min(never)!r}, but the loss returns arguments "
+                          "for it in no validation set; add them to Outcome.predictions.")
     status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = state.progress.step
     line = validation_line(step, scores, state.meter.take_mean())

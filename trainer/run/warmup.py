@@ -16,7 +16,6 @@ from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
-from trainer.distributed import torch_private
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import ReplicaCheck, checksums
 from trainer.distributed.torch_private import version
@@ -26,33 +25,50 @@ from trainer.optim import nan_detection
 from trainer.optim.named_optimizers import members_of
 from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import memory, proof
+from trainer.run.evaluate import Evaluator
 from trainer.run.finish import best_rule
-from trainer.run.model_modes import eval_mode
 from trainer.run.run import BuiltRun, Run
 from trainer.run.trial import NO_CHECKS, Observation, Trial
 from trainer.step import ForwardBackward, ModelFacts, Step
 from trainer.storage.layout import EMA, OPTIMIZER
-from trainer.task import check_outcome
+from trainer.task import method_of
 from trainer.telemetry.status import Phase
 
 
-def _validation_metrics(built: BuiltRun) -> list[str]:
-    """Names of the metrics of a validation, before the first one."""
-    names = ["loss", *_metric_names(built)]
-    sets = [split.partition(":")[2] for split in built.validations]
-    prefixes = ["val_", *(f"val_{name}_" for name in sets if name)]
-    first = next(iter(built.validations.values()), None)
-    objects = [] if first is None else [*first.states.metrics]
-    names += [] if first is None else [*first.figures, *objects]
-    found = [prefix + name for prefix in prefixes for name in (*names, "samples")]
+def _check_metric_names(built: BuiltRun) -> None:
+    """Collective. Refuse, now and not an epoch later, two metrics of a validation with one name,
+    and a metric of `--eval.best` or of `plateau` that no validation computes."""
+    best, schedule = built.context.config.eval.best, built.state.schedule
+    chosen = {name for name in (best.rpartition(":")[0], schedule.metric) if name}
+    compute = built.trainable.compute
+    if not built.validations:
+        return
+    found = _metrics(built, lambda _: compute.objective.accumulator.names or ())
+    # The loss may return others in evaluation, and for each set.
+    if compute.turn or not chosen <= {*found} or (chosen and len(built.validations) > 1):
+        found = _metrics(built, Evaluator.first_names)
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigError(f"--task: two metrics of a validation are named {twice[0]}; rename the "
                           "metric, or the set in validation_sets.")
-    # A metric may have several values, whose names are known once it is computed.
+    found = [name for name in found if not name.endswith("samples")]
+    best_rule(best, found)
+    schedule.check_metric(found)
+
+
+def _metrics(built: BuiltRun, names_of: Callable[[Evaluator], Sequence[str]]) -> list[str]:
+    """Names of the figures of a validation; those of the loss by `names_of` a set's evaluator."""
+    found = list[str]()
     chosen = (built.context.config.eval.best.rpartition(":")[0], built.state.schedule.metric)
-    parts = [name for name in chosen if name and name.startswith(
-        tuple(f"{prefix}{own}_" for prefix in prefixes for own in objects))]
-    return [name for name in found if not name.endswith("samples")] + parts
+    for place, (split, evaluator) in enumerate(built.validations.items()):
+        of_set = split.partition(":")[2]
+        own = names_of(evaluator)
+        for prefix in dict.fromkeys(["val_"] * (not place) + [f"val_{of_set}_"] * bool(of_set)):
+            found += [prefix + name for name in ("loss", *own, *evaluator.figures,
+                                                 *evaluator.states.metrics, "samples")]
+            # A metric may have several values, whose names are known once it is computed.
+            found += [name for name in chosen if name not in found and name.startswith(
+                tuple(f"{prefix}{metric}_" for metric in evaluator.states.metrics))]
+    return found
 
 
 def start(built: BuiltRun) -> Run:
@@ -66,9 +82,7 @@ def start(built: BuiltRun) -> Run:
             facts, trial = warm_up(built)
         if not facts.moves_parameters:
             trainable.boundary.note_constant_parameters()
-        metrics = _validation_metrics(built)
-        best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
-        state.schedule.check_metric(metrics)
+        _check_metric_names(built)
     if found is not None:
         context.status.enter(Phase.RESTORE)
         context.marks.mark(Phase.RESTORE, found.step)
@@ -84,18 +98,6 @@ def start(built: BuiltRun) -> Run:
     replica_check = ReplicaCheck(partial(_replicated, state, trainable.boundary.buffers),
                                  context.world, built.resumption.position)
     return Run(**vars(built), step=step, replica_check=replica_check)
-
-
-def _metric_names(built: BuiltRun) -> Sequence[str]:
-    """Names of the metrics of a validation: those of the training, or, if that has turns, those of
-    the first micro-batch in evaluation."""
-    compute, model = built.trainable.compute, built.setup.model
-    if not compute.turn or not built.validations:
-        return compute.objective.accumulator.names or ()
-    batch = batches.copy_of(built.loader.peek().batch)
-    with (eval_mode(model), torch_private.uncompiled(model), torch.no_grad(), compute.autocast(),
-          Buffers(model).preserved()):
-        return tuple(check_outcome(built.setup.task.loss(model, batch))[1])
 
 
 def warm_up(built: BuiltRun) -> tuple[ModelFacts, Callable[[int], None] | None]:
@@ -290,7 +292,7 @@ def _make_step(
         computes=trainable.computes, state=trainable.state, boundary=trainable.boundary,
         facts=facts, world=context.world, health=trainable.health, clip=config.clip,
         status=context.status, min_samples=min_samples, trial=trial,
-        after_step=getattr(built.setup.task, "after_step", None),
+        after_step=method_of(built.setup.task, "after_step"),
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 
 

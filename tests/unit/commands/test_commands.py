@@ -16,7 +16,7 @@ import pytest
 import torch
 from runs import validations
 from safetensors.torch import load_file
-from small_task import Held, Net, Small, samples
+from small_task import Held, Net, Parts, Small, samples
 from torch.utils.data import IterableDataset
 
 from trainer import Config, Outcome
@@ -392,3 +392,25 @@ def test_a_model_of_transformers_is_exported_with_its_tokenizer(tmp_path):
     about = json.loads((to / "export.json").read_text())["files"]["config.json"]
     assert about["difference"] == 0
     assert "model.safetensors" in about["files"]
+
+
+def test_the_loss_is_compared_where_it_does_not_call_the_model_itself(tmp_path, capsys):
+    train(settings(tmp_path / "run", Parts()))
+    export = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "to")]
+
+    assert main(export) == 0
+    assert main([*export, "--format", "program"]) == 2
+    assert "doesn't call the model itself" in capsys.readouterr().err
+
+
+def test_adapters_are_exported_alone_and_read_back_on_their_base(tmp_path):
+    pytest.importorskip("peft")
+    from pretrained_task import Letters
+
+    train(settings(tmp_path / "run", Letters(adapters=True)))
+
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "tuned"),
+                 "--format", "hf"]) == 0
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= content(
+        tmp_path / "tuned").keys()
+    assert not (tmp_path / "tuned/model.safetensors").exists()

@@ -66,6 +66,23 @@ def test_turns_without_optimizers_are_refused():
         optimizer_of(Optim(), net(), SimpleNamespace(turns=("a", "b")))
 
 
+def test_frozen_parameters_are_left_out():
+    def optimizers(model):
+        model[0].requires_grad_(False)
+        return {"a": torch.optim.Adagrad([*model.named_parameters()][:3]),
+                "b": SGD([model[1].bias])}
+
+    optimizer = made(optimizers)
+
+    assert [[p.shape for p in group["params"]] for group in optimizer.param_groups] == [[(1, 2)],
+                                                                                       [(1,)]]
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
+    assert len(optimizer.state) == 1
+    with pytest.raises(ConfigError, match="has 'a', whose parameters are all frozen"):
+        made(lambda m: {"a": SGD(m[0].requires_grad_(False).parameters()),
+                        "b": SGD(m[1].parameters())})
+
+
 def test_a_step_updates_the_selected_optimizer_and_all_have_one_state():
     optimizer = made(lambda m: {"a": torch.optim.Adam(m[0].parameters()),
                                 "b": torch.optim.Adagrad(m[1].parameters())}, turns=("a", "b"))

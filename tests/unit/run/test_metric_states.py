@@ -16,6 +16,7 @@ from trainer.task import task_metrics
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, text, wrappers  # noqa: E402
+from torchmetrics.image import PeakSignalNoiseRatio  # noqa: E402
 
 CPU = torch.device("cpu")
 DRAW = torch.Generator().manual_seed(0)
@@ -55,6 +56,8 @@ CASES = {
     "bleu": (lambda: {"bleu": text.BLEUScore(n_gram=2)}, TEXTS),
     "float sums": (lambda: {"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()},
                    [(scores,) for scores, _ in CLASSES]),
+    "constant": (lambda: {"psnr": PeakSignalNoiseRatio(data_range=1.0)},
+                 [(scores, scores.flip(0)) for scores, _ in CLASSES]),
     "detection": (detection, [boxes(2), boxes(0), boxes(3)]),
 }
 
@@ -94,6 +97,7 @@ def test_the_values_are_those_of_the_library_in_one_process(case: str) -> None:
 
 @pytest.mark.parametrize(("metrics", "message"), [
     (lambda: {"r": torchmetrics.PearsonCorrCoef()}, r"'mean_x' of 'r' \(PearsonCorrCoef\) is red"),
+    (lambda: {"r": wrappers.Running(torchmetrics.SumMetric())}, r"'r' \(Running\) is reduced by"),
     (lambda: [1], r"metrics\(\) returned \[1\]; return a dict of name: torchmetrics.Metric"),
     (lambda: {"loss": torchmetrics.MeanMetric()}, r"metrics\(\) has 'loss', but val_loss is taken"),
 ])
@@ -111,6 +115,21 @@ def test_missing_arguments_and_too_many_values_are_refused() -> None:
     states.add(0, (torch.arange(200) / 200, torch.arange(200) % 2))
     with pytest.raises(ConfigError, match=r"'roc' has \d+ values; use a metric of at most 100"):
         states.compute(World(LaunchInfo(), CPU, 1))
+
+
+def test_a_data_set_may_leave_out_metrics_in_all_of_its_batches() -> None:
+    states = MetricStates(SimpleNamespace(metrics=lambda: {
+        "auroc": classification.BinaryAUROC(), "bleu": text.BLEUScore()}), CPU)
+    states.add(0, {"auroc": BINARY[0]})
+    states.add(1, {"auroc": BINARY[1]})
+    assert [*states.compute(World(LaunchInfo(), CPU, 1))] == states.computed == ["auroc"]
+
+    states.add(2, {"bleu": TEXTS[0]})
+    with pytest.raises(ConfigError, match=r"for the metrics \['auroc'\], and those of another"):
+        states.compute(World(LaunchInfo(), CPU, 1))
+    states.begin()
+    states.add(0, {})
+    assert states.compute(World(LaunchInfo(), CPU, 1)) == {}
 
 
 def test_a_task_may_use_the_name_otherwise() -> None:

@@ -63,8 +63,9 @@ def figures(run: History) -> dict[str, Any]:
 
 def sort_runs(runs: Sequence[History], by: str | None) -> list[History]:
     """The runs, the best first, by a figure or a setting, NAME[:min|max]; by default by the metric
-    that selects the best weights of the first run. Runs without a value come last."""
-    _, chosen, best = best_validation(runs[0])
+    that selects the best weights of the first run with a validation. Runs without a value come
+    last."""
+    _, chosen, best = best_validation(next((run for run in runs if run.validations), runs[0]))
     name, _, direction = (by or chosen or "loss").partition(":")
     known = [{**run.config, **figures(run)} for run in runs]
     if by is not None and (direction not in ("", "min", "max")
