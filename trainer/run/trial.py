@@ -299,7 +299,7 @@ def divided(
     try:
         for piece in pieces:
             parts.append(read(piece))
-            drawn.add(content([rng.snapshot(), proof.values(generators)]))
+            drawn.add(content([rng.digest(rng.snapshot()), proof.values(generators)]))
     except SampleError:
         if not parts:
             raise
