@@ -135,9 +135,7 @@ class _SameDraws(torch_private.TorchDispatchMode):
     """Context in which torch draws one number for all elements of a tensor, the same in each call.
     Random are still: draws from given probabilities, permutations, and those of a generator."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = MOST_VALUES  # for loops that draw until a number fits
+    _left = MOST_VALUES  # for loops that draw until a number fits
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None
                            ) -> Any:  # fmt: skip
