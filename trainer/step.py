@@ -23,7 +23,7 @@ from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed import stand_in
 from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
-from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
+from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced, no_marks
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
@@ -195,7 +195,8 @@ class ForwardBackward:
             if reduced:
                 self.communication.time_backward(loss)
             with (waiting_for(WaitsFor.PEERS) if reduced else NOTHING,
-                  NOTHING if counts else stand_in.zero_gradients(self._leaves)):
+                  NOTHING if counts else stand_in.zero_gradients(self._leaves),
+                  no_marks(self._leaves) if rehearsal and not spec.last else NOTHING):
                 self._scaler.scale(loss).backward(self.objective.gradients.get(loss.dtype))
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.buffers import Buffers, take_shapes
+from trainer.checkpoint.buffers import take_shapes
 from trainer.checkpoint.progress import BestTracker, EpochCalls, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState, copy_into, model_tensors
 from trainer.config.schema import Optim
@@ -37,7 +37,6 @@ from trainer.run.proof import (
     check_state_dict,
     differing,
     foreign_leaves,
-    has_batch_statistics,
     unequal_sums,
     values,
 )
@@ -115,12 +114,14 @@ def read_items(task: Any, dataset: Any, which: Sequence[int], *, epoch: int = 0)
     collate = method_of(task, "collate") or batches.collate
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
-        rng.seed_all(SEED, rng.SAMPLE, epoch)
-        rng.key(rng.find_generators(dataset), SEED, rng.SAMPLE, epoch)
-        items = [item for item, _ in zip(dataset, range(max(which) + 1), strict=False)]
+        generators, items = rng.find_generators(dataset, collate), list[Any]()
+        for most in (max(which) + 1, 0):  # what `collate` draws doesn't depend on what was read
+            rng.seed_all(SEED, rng.SAMPLE, epoch)
+            rng.key(generators, SEED, rng.SAMPLE, epoch)
+            items += [item for item, _ in zip(dataset, range(most), strict=False)]
         return batches.collated(collate, [items[i] for i in which if i < len(items)])
     indices = tuple(i for i in which if i < len(dataset))
-    return KeyedSamples(dataset, seed=SEED, collate=collate)[
+    return KeyedSamples(dataset, seed=SEED, collate=collate, alike=True)[
         MicroBatchSpec(1, epoch, 0, True, indices)].batch
 
 
@@ -166,7 +167,8 @@ class _Case:
     other: Any
     """Another batch; `whole` if the data set has no more samples."""
     parts: list[Any]
-    """`whole` in two batches, and in reverse order; empty for a single sample."""
+    """`whole` in two batches, and in reverse order; empty for a single sample, or if it is random
+    and can't be cut."""
     turn: str = ""
     """The turn whose loss is tested, if the task has turns."""
 
@@ -235,8 +237,9 @@ def _case(task: Any, batch_size: int) -> _Case:
     data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
     size = min(batch_size, known)
-    read = partial(read_items, task, data)
-    whole, *parts = divided(read, size) if size > 1 else [read(range(size))]
+    read, collate = partial(read_items, task, data), getattr(task, "collate", None)
+    whole, *parts = (divided(read, size, rng.find_generators(data, collate)) if size > 1
+                     else [read(range(size))])
     other = read(range(size, 2 * size)) if known > size else whole
     return _Case(task=task, whole=whole, other=other, parts=parts, size=size)
 
@@ -294,22 +297,11 @@ def _check_gradients(case: _Case) -> Iterator[str]:
 def _check_sums(case: _Case) -> Iterator[str]:
     """Compare sums in eval mode: with dropout or batch statistics they may depend on the split, as
     with buffers that change in eval mode."""
-    if not case.parts:
-        return
-    *halves, turned = case.parts
     model = case.model()
     model.eval()
-    buffers = Buffers(model)
-
-    def outcome(batch: Any, key: int) -> Outcome:
-        with buffers.preserved():
-            return case.outcome(model, batch, key=key)
-
-    problems = unequal_sums(
-        outcome, model, case.whole, halves, turned, tolerance=TOLERANCE) or []
-    if has_batch_statistics(model):
-        return
-    yield from (f"{problem}: {SUMS}" for problem in problems if not buffers.moved())
+    problems, _ = unequal_sums(lambda batch, key: case.outcome(model, batch, key=key), model,
+                               case.whole, *case.parts, tolerance=TOLERANCE)
+    yield from (f"{problem}: {SUMS}" for problem in problems)
 
 
 def _check_step(case: _Case) -> Iterator[str]:

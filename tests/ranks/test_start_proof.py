@@ -48,6 +48,7 @@ def test_the_checks_can_be_switched_off(ranks, tmp_path):
 @pytest.mark.parametrize(("name", "message"), [
     ("Regression", ""), ("Unusual --precision.dtype=bf16", "depends on batch statistics in eval"),
     ("OnlyTraining", "can't be computed in eval mode, so it isn't checked"),
+    ("Grouped", "can't be computed in eval mode, so it isn't checked"),
     ("Reentrant", "gives no gradient to adapter.weight, so it is not trained")])
 def test_what_cannot_be_checked_or_is_not_trained_is_reported(ranks, tmp_path, capfd, name,
                                                               message):
@@ -60,7 +61,7 @@ def test_what_cannot_be_checked_or_is_not_trained_is_reported(ranks, tmp_path, c
 
 def test_layers_that_training_leaves_out_at_random_pass(ranks, tmp_path, capfd):
     run(ranks, 2, tmp_path / "run", *TASK, "--task=brought_task:LayerDrop",
-        "--parallel.find-unused=on")
+        "--parallel.find-unused=on", "--batch.global-size=32", "--batch.micro-size=16")
 
     assert "is not trained" not in capfd.readouterr().out
 

@@ -68,6 +68,14 @@ class OnlyTraining(Regression):
         return super().loss(model, batch)
 
 
+class Grouped(OnlyTraining):
+    """A loss that needs four samples."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        return Regression.loss(self, model, [part.reshape(-1, 4, *part.shape[1:]).flatten(0, 1)
+                                             for part in batch])
+
+
 class Adapted(nn.Module):
     """A frozen layer and an adapter behind torch's reentrant checkpoint, whose input needs no
     gradient, so neither gets one."""
@@ -154,7 +162,7 @@ class Unusual(Regression):
 
 
 class LeftOut(nn.Module):
-    """Leaves out each of its layers at random, in training."""
+    """Leaves out layers at random, in training: others for another number of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +170,7 @@ class LeftOut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if not self.training or torch.rand(()) > 0.5:
+            if not self.training or torch.rand(len(x))[-1] > 0.5:
                 x = x + layer(x)
         return self.head(x)
 

@@ -69,6 +69,13 @@ def summed(model: nn.Module, batch: Any) -> Outcome:
     return Outcome(squares(model, batch).sum(), len(batch[0]))
 
 
+def denoising(model: nn.Module, batch: Any) -> Tensor:
+    """Random times and noise, as of a diffusion model, also in evaluation."""
+    times = torch.randint(1, 9, (len(batch[0]), 1)) / 9
+    noise = torch.randn_like(batch[0]) * torch.empty(len(times), 1).uniform_(1, 2)
+    return (model(batch[0] * (1 - times) + noise * times) - noise).square().sum(1)
+
+
 def with_loss(loss: Any, model: Any = None) -> Any:
     class Changed(Good):
         def loss(self, model: nn.Module, batch: Any) -> Outcome:
@@ -98,6 +105,36 @@ class Mixed(Good):
         x, y = (torch.stack(column) for column in zip(*samples, strict=True))
         share, other = random.random(), torch.randperm(len(x))
         return x.lerp(x[other], share), y.lerp(y[other], share)
+
+
+class Nodes(Good):
+    """Batches of concatenated nodes, which can't be cut; one number is drawn for all of them."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x * random.choice([1, 2, 3, 4])
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return {"nodes": self.draw(x.repeat_interleave(3, 0)), "size": y}
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        error = model(batch["nodes"]).square()
+        return Outcome(error.sum(), len(batch["size"]))
+
+
+class DroppedNodes(Nodes):
+    """A number is drawn for each of them."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x[torch.rand(len(x)) > 0.5]
+
+
+class MeanOfNodes(Nodes):
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        return Outcome(model(batch["nodes"]).square().mean(), len(batch["size"]))
 
 
 class Derived(nn.Linear):
@@ -139,7 +176,9 @@ def problems(task: Any, **arguments: Any) -> str:
     # Its vectors move without samples.
     with_loss(summed, lambda: nn.utils.spectral_norm(nn.Linear(3, 1))),
     with_loss(summed, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1))),
-    Mixed(), with_loss(summed, Derived), with_loss(summed, Rough),
+    with_loss(lambda m, b: Outcome(denoising(m, b).sum(), len(b[0]))),
+    with_loss(lambda m, b: Outcome(denoising(m, b)[torch.randperm(len(b[0]))[:2]].sum(), 2)),
+    Mixed(), Nodes(), DroppedNodes(), with_loss(summed, Derived), with_loss(summed, Rough),
     with_loss(summed, lambda: nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))),
 ], ids=lambda task: type(task).__name__)
@@ -262,11 +301,16 @@ SCALE = nn.Parameter(torch.ones(()))
     (lambda m, b: Outcome(squares(m, b).sum() + 1, len(b[0])), "return the sum over the samples"),
     (lambda m, b: Outcome(squares(m, b).sum() / max(1, len(b[0])), len(b[0])),
      "Outcome.total of a batch is"),
+    (lambda m, b: Outcome(denoising(m, b).mean(), len(b[0])), "Outcome.total of a batch is"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]) and 1), "Outcome.count of a batch is 1"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (len(b[0]) and 3, len(b[0]))}),
      "the sum of 'e' of a batch is 3")])
 def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
     assert problem in problems(with_loss(loss))
+
+
+def test_a_mean_over_a_batch_that_cannot_be_cut_is_found():
+    assert "Outcome.total of a batch is" in problems(MeanOfNodes())
 
 
 def test_a_parameter_that_no_gradient_reaches_is_named():

@@ -6,6 +6,7 @@ torch's DataLoader.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -22,9 +23,27 @@ from trainer.distributed import torch_private
 _TRANSPARENT = (Tensor, str, bytes, int, float, complex, np.generic, type(None))
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Apply `function` to each tensor of a nested batch; other leaves are unchanged."""
-    return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+def rows(batch: Any, samples: int, which: Sequence[int]) -> Any:
+    """Some samples of a batch, from its tensors and lists with one row or entry per sample. Raises
+    ValueError if a part of it has another length, or is an object."""
+
+    def has_entries(part: Any) -> bool:
+        return isinstance(part, tuple | list) and len(part) == samples and not (
+            hasattr(part, "_fields") or (part is batch and isinstance(part, tuple)))
+
+    def chosen(part: Any) -> Any:
+        if isinstance(part, Tensor) and part.dim() and len(part) == samples:
+            return part[list(which)]
+        if has_entries(part):
+            with contextlib.suppress(ValueError):  # such as the inputs and targets of 2 samples
+                if next(tensors(part), None) is not None:
+                    return type(part)(rows(entry, samples, which) for entry in part)
+            return type(part)(part[index] for index in which)
+        if (isinstance(part, Tensor) and part.dim()) or not isinstance(part, _TRANSPARENT):
+            raise ValueError("not one row per sample")
+        return part
+
+    return _map(chosen, batch, has_entries)
 
 
 def copy_of(batch: Any) -> Any:
@@ -121,31 +140,32 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return leaf.to(device, non_blocking=True)
         return leaf.to(device) if hasattr(type(leaf), "to") else leaf
 
-    return _map(moved, batch, method="to")
+    return _map(moved, batch, lambda part: hasattr(type(part), "to"))
 
 
 def pin_memory(batch: Any) -> Any:
     """Copy the batch to page-locked memory."""
     return _map(lambda leaf: leaf.pin_memory() if hasattr(type(leaf), "pin_memory") else leaf,
-                batch, method="pin_memory")
+                batch, lambda part: hasattr(type(part), "pin_memory"))
 
 
-def _map(function: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
-    """Apply `function` to each leaf of a nested batch: what is no container, or has the `method`.
+def _map(function: Callable[[Any], Any], batch: Any,
+         is_leaf: Callable[[Any], bool] = lambda part: False) -> Any:  # fmt: skip
+    """Apply `function` to each leaf of a nested batch: what is no container, or `is_leaf`.
 
     A list of strings is a leaf: `default_collate` returns one string per sample.
     """
-    if isinstance(batch, Tensor) or (method and hasattr(type(batch), method)):
+    if isinstance(batch, Tensor) or is_leaf(batch):
         return function(batch)
     if isinstance(batch, tuple | list) and not _is_strings(batch):
-        parts = [_map(function, v, method) for v in batch]
+        parts = [_map(function, v, is_leaf) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, Mapping):
-        return _like(batch, {k: _map(function, v, method) for k, v in batch.items()})
+        return _like(batch, {k: _map(function, v, is_leaf) for k, v in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [f.name for f in dataclasses.fields(batch) if f.init]
         return dataclasses.replace(
-            batch, **{n: _map(function, getattr(batch, n), method) for n in names})
+            batch, **{n: _map(function, getattr(batch, n), is_leaf) for n in names})
     return function(batch)
 
 

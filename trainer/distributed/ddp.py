@@ -293,6 +293,29 @@ def with_own_gradients(parameters: Sequence[Tensor], micro_batches: Iterable[Mic
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
 
+@contextlib.contextmanager
+def no_marks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context of a backward that belongs to no step. With find_unused_parameters, DDP notes the
+    parameters with a gradient for its next reduction, also under `no_sync`: these get theirs at
+    the end of the context, after it has looked."""
+    gradients = dict[Tensor, Tensor]()
+
+    def take(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "it is called after an accumulation"
+        earlier = gradients.get(parameter)  # a nested backward may add several times
+        gradients[parameter] = gradient if earlier is None else earlier + gradient
+
+    hooks = [p.register_post_accumulate_grad_hook(take) for p in parameters if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
 def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
          bucket_mb: float, find_unused: bool = False) -> nn.Module:
     """Wrap the objective in DistributedDataParallel; return it unchanged without a group."""

@@ -351,12 +351,16 @@ def _fingerprint(
         reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
                               skip=trains and config.data.on_error == "skip",
                               advice=REMEDY if trains else EVALUATION_REMEDY)
-        contents = [content(reader.sample(rng.mix(rng.DATA, place) % count))
-                    for place in range(min(16, count))]
+        contents = [content(reader.sample(index)) for index in fingerprinted(count)]
     digest = hashlib.blake2b(digest_size=8)
     for sample in contents:
         digest.update(sample)
     return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
+
+
+def fingerprinted(count: int) -> list[int]:
+    """The samples, of `count`, that a fingerprint reads."""
+    return [rng.mix(rng.DATA, place) % count for place in range(min(16, count))]
 
 
 def content(sample: Any) -> bytes:

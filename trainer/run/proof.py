@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer import rng
+from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.train_state import (
     CONFIGURED,
     TrainState,
@@ -30,6 +31,7 @@ from trainer.checkpoint.train_state import (
 )
 from trainer.distributed import torch_private
 from trainer.distributed.comm_timer import CommunicationTimer
+from trainer.distributed.ddp import no_marks
 from trainer.distributed.replica_check import checksums
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.named_optimizers import turns_of
@@ -129,18 +131,67 @@ def short_form(tensor: Tensor) -> Any:
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 
+class _SameDraws(torch_private.TorchDispatchMode):
+    """Context in which torch draws one number for all elements of a tensor, the same in each call.
+    Random are still: draws from given probabilities, permutations, and those of a generator."""
+
+    _left = MOST_VALUES  # for loops that draw until a number fits
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                           ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        forms = [arg for arg in args if isinstance(arg, Tensor | list)]
+        if (torch.Tag.nondeterministic_seeded in function.tags and len(forms) == 1 and self._left
+                and (isinstance(forms[0], list) or out is forms[0] or "_like" in str(function))
+                and kwargs.get("generator") is None):
+            self._left -= 1
+            few = [[1] if isinstance(arg, list) else arg.new_empty(1) if arg is forms[0] else arg
+                   for arg in args]
+            with rng.preserved():
+                rng.seed_all(0)
+                out.fill_(function(*few, **kwargs).reshape(()))
+        return out
+
+
 def unequal_sums(
-    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any,
-    halves: Sequence[Any], turned: Any, *, tolerance: float,
-) -> list[str] | None:  # fmt: skip
+    compute: Callable[[Any, int], Outcome], model: nn.Module, *parts: Any, tolerance: float
+) -> tuple[list[str], str]:
     """What differs between the sums and gradients of a batch and those of its halves, one sentence
-    each; None if the loss is random. The model's gradients are lost.
+    each; and why that can't be known, if it can't. The model's gradients are lost.
 
     Args:
         compute: the outcome of a batch, with random numbers that a key selects.
-        turned: the batch in reverse order, whose gradients differ by rounding only.
+        parts: the batch, its halves, and the batch in reverse order, whose gradients differ by
+            rounding only; or the batch alone, if it can't be divided.
         tolerance: for rounding, relative to max(1, |sum|).
     """
+    if len(parts) == 1:
+        return [], "of a batch can't be compared with those of its halves"
+    buffers = Buffers(model)
+
+    def outcome(batch: Any, key: int) -> Outcome:
+        with buffers.preserved():
+            return compute(batch, key)
+
+    found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+    if found is None:
+        with _SameDraws():
+            found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+    if found is None:
+        return [], "is random in eval mode"
+    if found and any(isinstance(module, torch_private.BatchNorm) and module.running_mean is None
+                     for module in model.modules()):
+        return [], "depends on batch statistics in eval mode"
+    return [] if found and buffers.moved() else found, ""
+
+
+def _unequal_sums(
+    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any, *parts: Any,
+    tolerance: float,
+) -> list[str] | None:  # fmt: skip
+    """See `unequal_sums`; None if the loss is random."""
+    *halves, turned = parts
     one, slopes = _sums_and_gradients(compute, model, [whole], 1)
     if not math.isfinite(one["Outcome.total"]):
         return []
@@ -187,7 +238,8 @@ def _sums_and_gradients(
         found = sums(outcome)
         added = {name: value + added.get(name, 0.0) for name, value in found.items()}
         if (total := check_outcome(outcome)[0]).requires_grad:
-            total.backward()
+            with no_marks(model.parameters()):
+                total.backward()
     slopes = {name: parameter.grad for name, parameter in model.named_parameters()
               if parameter.grad is not None and parameter.grad.layout == torch.strided}
     model.zero_grad(set_to_none=True)
@@ -202,12 +254,6 @@ def sums(outcome: Outcome) -> dict[str, float]:
         found |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
     return {name: float(value.detach() if isinstance(value, Tensor) else value)
             for name, value in found.items()}
-
-
-def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether a batch norm has no running statistics: it uses those of the batch in eval mode."""
-    return any(isinstance(module, torch_private.BatchNorm) and module.running_mean is None
-               for module in model.modules())
 
 
 def foreign_leaves(total: Tensor, model: nn.Module) -> list[tuple[Any, str]]:

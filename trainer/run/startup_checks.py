@@ -20,7 +20,7 @@ from trainer.distributed.partition import block
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
-from trainer.run.prepare import Setup, content, fingerprints_of, make_data
+from trainer.run.prepare import Setup, content, fingerprinted, fingerprints_of, make_data
 from trainer.run.stream_proof import DIFFERS, StreamProof, prove_stream, reach, remedies
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
@@ -121,7 +121,10 @@ def _samples_differ(work: Setup, split: str, seed: int) -> tuple[str, str]:
     """How samples differ when they are read again, and the remedy; "" if they don't."""
     reader = KeyedSamples(work.data[split], seed=seed, collate=work.collate,
                           augment=split == "train")
-    indices = tuple(range(min(2, len(reader))))
+    first = range(min(18, len(reader)))
+    # The data set may have kept those that it has read for the fingerprint.
+    new = [index for index in first if index not in fingerprinted(len(reader))]
+    indices = tuple(dict.fromkeys([*new, *first]))[:2]
     which = f"samples {', '.join(map(str, indices))} of the {_adjective(split)} data"
     read, drawn = [], []
     try:

@@ -18,7 +18,7 @@ from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
-from trainer.data.sample_errors import summarize_exception
+from trainer.data.sample_errors import SampleError, summarize_exception
 from trainer.distributed.ddp import Objective
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.replica_check import checksums
@@ -120,41 +120,35 @@ class Trial:
         eval mode)."""
         built, world, model = self._built, self._world, self._compute.model
         parts = world.fail_together(partial(
-            _parts, built.setup, self._micro, built.context.config.seed)) if self._checks else None
-        if any(world.gather_json(parts is None)) or parts is None:  # the loss may communicate
+            _parts, built.setup, self._micro, built.context.config.seed)) if self._checks else []
+        parts = parts[:min(world.gather_json(len(parts)))]  # the loss may communicate
+        if not parts:
             return
-        self._few, *halves, turned = parts
+        self._few = parts[0]
         eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-        buffers, unchecked, cause, problems = Buffers(model), "", "", list[str]()
-
-        def outcome(batch: Any, key: int) -> Outcome:
-            with buffers.preserved():
-                return self._outcome(batch, key)
-
+        unchecked, cause, mine = "", "", list[str]()
         with self._in_evaluation():
             try:
                 with contextlib.suppress(Exception):
-                    self._evaluated = self._evaluate(buffers)
+                    self._evaluated = self._evaluate()
                 if self._evaluated is None:  # a part of the model in bf16 may need it
                     self._autocast = self._compute.autocast
                     # The loss of a turn may need gradients, as a penalty of them does.
                     with NOTHING if self._sets else contextlib.suppress(Exception):
-                        self._evaluated = self._evaluate(buffers)
-                found = proof.unequal_sums(outcome, model, self._few, halves, turned,
-                                           tolerance=max(1e-3, 8 * eps))
-                problems, unchecked = found or [], "is random" * (found is None)
-                if problems and proof.has_batch_statistics(model):
-                    problems, unchecked = [], "depends on batch statistics"
+                        self._evaluated = self._evaluate()
+                mine, unchecked = proof.unequal_sums(self._outcome, model, *parts,
+                                                     tolerance=max(1e-3, 8 * eps))
             except Exception as error:
-                if self._sets and self._evaluated is None:
-                    self._refuse_gradients(error)
-                    raise
-                unchecked, cause = "can't be computed", f" ({summarize_exception(error)})"
-                self._few = None
+                if self._evaluated is None:
+                    if self._sets:
+                        self._refuse_gradients(error)
+                        raise
+                    self._few = None
+                unchecked = "can't be computed in eval mode"
+                cause = f" ({summarize_exception(error)})"
         if unchecked:
-            self._log.warn_once(f"the loss {unchecked} in eval mode, so it isn't checked that it "
-                                f"is a sum{cause}")
-        mine = [] if buffers.moved() else problems
+            self._log.warn_once(
+                f"the loss {unchecked}, so it isn't checked that it is a sum{cause}")
         if found := [problem for rank in world.gather_json(mine) for problem in rank]:
             raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS}"))
 
@@ -175,8 +169,8 @@ class Trial:
                 evaluator.states.arguments(outcome.predictions)
         return outcome
 
-    def _evaluate(self, buffers: Buffers) -> dict[str, Any]:
-        with buffers.preserved(), torch.no_grad():
+    def _evaluate(self) -> dict[str, Any]:
+        with Buffers(self._compute.model).preserved(), torch.no_grad():
             return proof.sums(self._outcome(self._few, 1))
 
     def _refuse_gradients(self, error: Exception) -> None:
@@ -201,7 +195,7 @@ class Trial:
         before = now = Observation(self._evaluated or {})
         if self._evaluated is not None:
             with self._in_evaluation():
-                now = Observation(self._evaluate(Buffers(self._compute.model)))
+                now = Observation(self._evaluate())
         self._refuse_hidden(before, now, "after training forwards, an evaluation of the first "
                             "samples", why)
         if attributes:
@@ -266,24 +260,26 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
             else contextlib.nullcontext())
 
 
-def _parts(setup: Setup, micro: MicroBatch, seed: int) -> list[Any] | None:
-    """`divided` samples of a micro-batch; None if it can't be divided, or has other samples when it
-    is read again."""
+def _parts(setup: Setup, micro: MicroBatch, seed: int) -> list[Any]:
+    """The first samples of a micro-batch, `divided`, or all of them alone; none if it has one."""
     indices, data = micro.spec.indices or micro.spec.stand_in, setup.data["train"]
     device, count = next(setup.model.parameters()).device, min(len(indices), FEW)
-    if count < 2 or micro.replaced:
-        return None
+    if count < 2:
+        return []
     if isinstance(data, IterableDataset):
-        return _cuts(micro.batch, micro.samples, _pieces(count))
-    reader = KeyedSamples(data, seed=seed, collate=setup.collate)
+        return _cuts(micro.batch, micro.samples, _pieces(count)) or [micro.batch]
+    reader = KeyedSamples(data, seed=seed, collate=setup.collate, alike=True)
 
     def read(piece: Sequence[int]) -> Any:
         return reader[replace(micro.spec, indices=tuple(indices[i] for i in piece))].batch
 
-    parts = divided(read, count)
-    if content(read(range(count))) != content(parts[0]):
-        return None
-    return [batches.to_device(batch, device) for batch in parts]
+    try:
+        parts = divided(read, count, rng.find_generators(data, setup.collate))
+        again = content(read(range(count)))
+    except SampleError:  # bad samples that were replaced, or too few
+        return [micro.batch]
+    return [batches.to_device(batch, device)
+            for batch in (parts if again == content(parts[0]) else parts[:1])]
 
 
 def _pieces(count: int) -> list[list[int]]:
@@ -291,25 +287,34 @@ def _pieces(count: int) -> list[list[int]]:
     return [every, every[: count // 2], every[count // 2 :], every[::-1]]
 
 
-def divided(read: Callable[[Sequence[int]], Any], count: int) -> list[Any]:
-    """A batch of samples that `read` gives by number, its halves, and all in reverse order. If they
-    are not the same samples, since `collate` mixes them or draws for all together, the batch is
-    cut."""
-    parts = [read(piece) for piece in _pieces(count)]
-    cuts = _cuts(parts[0], count, _pieces(count))
-    if cuts is not None and content([*batches.tensors(cuts[-1])]) != content(
-            [*batches.tensors(parts[-1])]):
-        return cuts
-    return parts
+def divided(
+    read: Callable[[Sequence[int]], Any], count: int, generators: Sequence[Any]
+) -> list[Any]:
+    """A batch of samples that `read` gives by number, its halves, and all in reverse order. If
+    `collate` mixes the samples, draws for each of them or needs more, the batch is cut; if it can't
+    be, it is returned alone.
+
+    Args:
+        generators: those that `read` draws from, besides the process-wide ones.
+    """
+    pieces, parts, drawn = _pieces(count), list[Any](), set[bytes]()
+    try:
+        for piece in pieces:
+            parts.append(read(piece))
+            drawn.add(content([rng.digest(rng.snapshot()), proof.values(generators)]))
+    except SampleError:
+        if not parts:
+            raise
+    cuts = _cuts(parts[0], count, pieces)
+    if len(drawn) > 1 or len(parts) < len(pieces):  # not one size for all, for example, but masks
+        return cuts or parts[:1]
+    mixed = cuts and content([*batches.tensors(cuts[-1])]) != content([*batches.tensors(parts[-1])])
+    return cuts if mixed else parts
 
 
-def _cuts(batch: Any, samples: int, pieces: list[list[int]]) -> list[Any] | None:
-    """Pieces of a batch; None if its tensors don't have one row per sample."""
-    if batches.has_objects(batch) or any(
-            len(t) != samples for t in batches.tensors(batch) if t.dim()):
-        return None
-    return [batches.map_tensors(partial(_rows, piece), batch) for piece in pieces]
-
-
-def _rows(piece: list[int], tensor: Tensor) -> Tensor:
-    return tensor[piece] if tensor.dim() else tensor
+def _cuts(batch: Any, samples: int, pieces: list[list[int]]) -> list[Any]:
+    """Pieces of a batch; none if it can't be cut."""
+    try:
+        return [batches.rows(batch, samples, piece) for piece in pieces]
+    except ValueError:
+        return []

@@ -180,10 +180,14 @@ def _rehearse(
         compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
+    unused = _without_gradient(compute)
     if not may_be_unused:
-        _refuse_unused(compute, world)
-    unused = _without_gradient(compute) if may_be_unused else []
-    if unused and built.context.config.parallel.find_unused == "off":
+        of = f" in the turn {compute.turn!r}" * bool(compute.turn)
+        _refuse_on_all_ranks(
+            unused, world,
+            f"--task: the loss of the first batch{of} does not depend on the trainable parameters "
+            "{}; freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
+    elif unused and built.context.config.parallel.find_unused == "off":
         log.warn_once(
             f"the loss of the first batch gives no gradient to {listed(unused)}, so it is not "
             "trained: use it, or freeze it (requires_grad_(False)). checkpoint() stops gradients "
@@ -191,9 +195,6 @@ def _rehearse(
     compute.objective.accumulator.take()
     buffers.put_back_saved()
     state.optimizer.zero_grad(set_to_none=True)
-    for name in unused:  # DDP fails without the gradient of one that the trial has used
-        parameter = compute.model.get_parameter(name)
-        parameter.grad = torch.zeros_like(parameter)
     return seen
 
 
@@ -201,15 +202,6 @@ def _without_gradient(compute: ForwardBackward) -> list[str]:
     others = set(compute.of.others)
     return [n for n, p in compute.model.named_parameters()
             if p.requires_grad and p.grad is None and p not in others]
-
-
-def _refuse_unused(compute: ForwardBackward, world: World) -> None:
-    """Collective. Refuse trainable parameters without a gradient."""
-    of = f" in the turn {compute.turn!r}" * bool(compute.turn)
-    _refuse_on_all_ranks(
-        _without_gradient(compute), world,
-        f"--task: the loss of the first batch{of} does not depend on the trainable parameters "
-        "{}; freeze them (requires_grad_(False)), use them, or set --parallel.find-unused on.")
 
 
 def _refuse_partial_gradients(model: nn.Module, world: World, seen: Observation) -> None:

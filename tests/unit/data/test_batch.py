@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import batch
+from trainer.run.prepare import content
 
 
 class Pair(NamedTuple):
@@ -40,19 +41,37 @@ NESTINGS = [
 
 
 @pytest.mark.parametrize("make", NESTINGS)
-def test_mapped_and_stacked_batches_keep_the_nesting(make):
+def test_stacked_and_cut_batches_keep_the_nesting(make):
     samples = [make(torch.full((2,), i, dtype=torch.int32)) for i in range(3)]
 
     stacked = batch.collate(samples)
-    mapped = batch.map_tensors(lambda t: t * 10, stacked)
+    cut = batch.rows(stacked, 3, [2, 0])
 
-    assert type(stacked) is type(mapped) is type(samples[0])
+    assert type(stacked) is type(cut) is type(samples[0])
     columns = [torch.stack(found) for found in zip(*map(batch.tensors, samples), strict=True)]
     assert columns
-    for kind in zip(columns, *map(batch.tensors, (stacked, mapped)), strict=True):
-        column, one, tenfold = kind
+    for column, one, two in zip(columns, *map(batch.tensors, (stacked, cut)), strict=True):
         assert torch.equal(one, column)
-        assert torch.equal(tenfold, 10 * column)
+        assert torch.equal(two, column[[2, 0]])
+
+
+X = torch.arange(6).reshape(2, 3)
+BOXES = [torch.ones(1, 4), torch.ones(5, 4)]
+
+
+@pytest.mark.parametrize(("given", "first"), [
+    ((X, [{"boxes": b} for b in BOXES]), (X[:1], [{"boxes": BOXES[0]}])),
+    ({"x": X, "names": ["a", "b"], "ids": (7, 8), "size": 3, "scale": torch.ones(())},
+     {"x": X[:1], "names": ["a"], "ids": (7,), "size": 3, "scale": torch.ones(())}),
+    (({"x": X}, {"y": X + 1}), ({"x": X[:1]}, {"y": X[:1] + 1})),  # not two samples
+    ([X, BOXES], [X[:1], BOXES[:1]]),
+    ((X, torch.ones(6)), None), ((X, {1}), None), ({"x": X, "names": ["a"]}, None)])
+def test_samples_are_cut_out_of_batches_with_a_row_or_an_entry_of_each(given, first):
+    if first is None:
+        with pytest.raises(ValueError, match="not one row per sample"):
+            batch.rows(given, 2, [0])
+    else:
+        assert content(batch.rows(given, 2, [0])) == content(first)
 
 
 def test_numbers_become_tensors_and_strings_a_list():

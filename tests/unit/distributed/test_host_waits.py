@@ -24,6 +24,7 @@ from trainer.data.sampler import BatchPlan, MicroBatchSpec
 from trainer.distributed import stand_in, sync_batchnorm
 from trainer.distributed.ddp import REQUESTED, Objective
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
+from trainer.distributed.torch_private import tree_map
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.ema import Ema
 from trainer.optim.nan_detection import nan_detector
@@ -257,7 +258,7 @@ def test_the_loss_of_a_shipped_task_never_waits(task: Any) -> None:
     with waits_in() as waits:
         with CUDA:
             model = task.model()
-        on_cuda = batches.map_tensors(lambda t: torch.empty_like(t, device=CUDA), batch)
+        on_cuda = tree_map(lambda t: torch.empty_like(t, device=CUDA), batch)
         task.loss(model.train(), on_cuda)
         waits.found.clear()  # constants are copied once
         task.loss(model.train(), on_cuda)
