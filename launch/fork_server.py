@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
-from trainer.resilience import processes
 from trainer.resilience.stop_signals import STOP_SIGNALS, drain, is_readable, wakeup_pipe
+from trainer.storage import processes
 from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]
