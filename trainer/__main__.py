@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -95,6 +96,7 @@ def preload(argv: Sequence[str]) -> int:
         return error.exit_code
     torch.compiler.disable()  # imports what the first optimizer of each rank would import: 1-4 s
     run_dir.package_versions()
+    platform.platform()  # starts a process, and keeps the answer
     circumstances.loaded_code()
     _PRELOADED[tuple(argv)] = config
     return 0

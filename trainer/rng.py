@@ -211,9 +211,10 @@ def _referred(function: types.FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def _is_library(module: str) -> bool:
-    """Whether a module belongs to the standard library or an installed package."""
+    """Whether a module belongs to the standard library, an installed package, or the trainer."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return module != "__main__" and (file is None or any(part in file for part in _LIBRARIES))
+    return module != "__main__" and (
+        file is None or module.startswith("trainer.") or any(part in file for part in _LIBRARIES))
 
 
 def key(generators: Iterable[Any], *parts: int) -> None:

@@ -28,6 +28,7 @@ from trainer.config.fields import (
     flag_of,
     init_fields,
     setting_name,
+    type_hints,
     type_name,
 )
 from trainer.config.schema import Config, without_unread
@@ -215,7 +216,7 @@ def _settings(task: type) -> dict[str, Setting]:
 
 def _settings_of(cls: Any, prefix: str, base: Any = None) -> Iterator[Setting]:
     """The settings of a class; their defaults are those of the instance `base`, if given."""
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     for field in init_fields(cls):
         default = getattr(base, field.name, field.default)
         if base is None and field.default_factory is not MISSING:
@@ -342,7 +343,7 @@ def _configure(
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     given = {}
     for field in init_fields(cls):
         hint, name = hints[field.name], prefix + setting_name(field)

@@ -154,8 +154,10 @@ def _changed_values(
 def _comparable(config: Config[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved settings: None for what the run didn't read, and the default for what the version that
     saved them didn't have."""
-    defaults = {name: value for name, value in settings(Config(task=config.task)).items()
-                if not name.startswith("task.")}
+    defaults = {}
+    if any(name not in saved for name, _, _ in config.leaves()):
+        defaults = {name: value for name, value in settings(Config(task=config.task)).items()
+                    if not name.startswith("task.")}
     return defaults | dict.fromkeys(saved) | without_unread(masked("", saved))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import functools
 import numbers
 import operator
 import os
@@ -23,6 +24,12 @@ Unit = Literal["steps", "epochs", "percent"]
 OnOff = Literal["on", "off"]
 Change = Literal["fixed", "must_match", "may_change", "ignored"]
 """On resume: a change is an error, an error unless accepted, is reported, or has no influence."""
+
+
+@functools.cache
+def type_hints(cls: Any) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return typing.get_type_hints(cls)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Section:
         cls.prefix = prefix
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             given, hint = getattr(self, field.name), hints[field.name]
             try:

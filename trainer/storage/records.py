@@ -6,6 +6,7 @@ or a line that is left out, before any code sees it.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tomllib
@@ -118,7 +119,7 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
     levels, and bytes that are not UTF-8 or begin with a byte order mark."""
     text = data if isinstance(data, str) else data.decode()
     try:
-        value = json.loads(text, object_pairs_hook=_with_each_name_once, **hooks)
+        value = _decoder(**hooks).decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
@@ -165,6 +166,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FileDamaged(f"{display_path(path)}: {error}") from error
     return table
+
+
+@functools.cache
+def _decoder(**hooks: Any) -> json.JSONDecoder:
+    return json.JSONDecoder(object_pairs_hook=_with_each_name_once, **hooks)
 
 
 def _with_each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -60,8 +60,9 @@ def masked(name: str, value: Any) -> Any:
     if isinstance(value, list) and not is_secret(name):
         return [masked(name, inner) for inner in value]
     shown = MASK if is_secret(name) else _mask_urls(value) if isinstance(value, str) else value
-    digest = hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:8]
-    return value if shown == value else f"{shown} {digest}"
+    if shown == value:
+        return value
+    return f"{shown} {hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:8]}"
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:

@@ -141,14 +141,10 @@ class Images(Section, prefix="task."):
     def dataset(self, split: str) -> ImageSet | None:
         """The images of a split; None for "validation" if no images are held out."""
         arrays = self._arrays()
-        images, labels = arrays.test_images, arrays.test_labels
-        if split != "test":
-            train, validation = self._parts(len(arrays.train_labels))
-            chosen = train if split == "train" else validation
-            images, labels = arrays.train_images[chosen], arrays.train_labels[chosen]
+        images, labels = self._splits(arrays)[split]
         if not len(labels):
             return None
-        mean, std = self._statistics(arrays)
+        mean, std = _statistics(arrays, self.seed or 0, self.validation_fraction)
         augmentation = self.augment if split == "train" else "none"
         normalise = functools.partial(_normalise, mean=mean, scale=1 / std)
         return ImageSet(images[:, None], labels, normalise, flip=augmentation != "none",
@@ -198,25 +194,20 @@ class Images(Section, prefix="task."):
 
     def preload(self) -> None:
         """Read the data with numpy alone, in a launcher, for the ranks that it forks."""
-        self._statistics(self._arrays())
+        _statistics(self._arrays(), self.seed or 0, self.validation_fraction)
 
     def preview(self, number: int) -> Tensor:
         """The first training images without augmentation, uint8 Nx1x28x28, N at most `number`."""
-        arrays = self._arrays()
-        train, _ = self._parts(len(arrays.train_labels))
-        return torch.from_numpy(arrays.train_images[train[:number]]).unsqueeze(1)
+        images, _ = self._splits(self._arrays())["train"]
+        return torch.from_numpy(images[:number]).unsqueeze(1)
 
     def _arrays(self) -> fashion_mnist.Arrays:
         if self.data == "sample":
             return fashion_mnist.read_sample()
         return fashion_mnist.read_folder(fashion_mnist.find_dataset(self.root, os.environ))
 
-    def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices into the training file: those to train on, and those held out."""
-        return divide(number, self.seed or 0, self.validation_fraction)
-
-    def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
-        return _statistics(arrays, self.seed or 0, self.validation_fraction)
+    def _splits(self, arrays: fashion_mnist.Arrays) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        return _splits(arrays, self.seed or 0, self.validation_fraction)
 
 
 def _weights_file(teacher: str) -> Path:
@@ -242,7 +233,6 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
     return net.to(device).eval().requires_grad_(False)
 
 
-@functools.cache  # needed for each split, and shared with the ranks that a launcher forks
 def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Sorted indices of `number` images: those to train on, and those held out."""
     keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
@@ -254,12 +244,23 @@ def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
+@functools.cache  # shared with the ranks that a launcher forks
+def _splits(
+    arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Images and labels of each split."""
+    train, held_out = divide(len(arrays.train_labels), seed, held_out_fraction)
+    return {**{split: (arrays.train_images[chosen], arrays.train_labels[chosen])
+               for split, chosen in (("train", train), ("validation", held_out))},
+            "test": (np.require(arrays.test_images, requirements="W"), arrays.test_labels)}
+
+
 @functools.cache
 def _statistics(
     arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
 ) -> tuple[float, float]:
-    train, _ = divide(len(arrays.train_labels), seed, held_out_fraction)
-    mean, std = mean_and_std(arrays.train_images[train].reshape(1, -1))
+    images, _ = _splits(arrays, seed, held_out_fraction)["train"]
+    mean, std = mean_and_std(images.reshape(1, -1))
     return float(mean[0]), float(std[0])
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from trainer.errors import ConfigError
 from trainer.tasks.fashion_mnist import FILES
-from trainer.tasks.images import Images
+from trainer.tasks.images import Images, divide
 
 
 class Indices(list):
@@ -47,7 +47,7 @@ def test_a_fifth_of_the_training_file_is_held_out_and_none_of_it_trained_on():
 
 
 def test_the_split_depends_on_the_seed_alone_and_is_stable():
-    first, again, other = (Images(seed=s)._parts(12_000) for s in (0, None, 1))
+    first, again, other = (divide(12_000, seed, 0.2) for seed in (0, 0, 1))
 
     assert np.array_equal(first[1], again[1])
     assert not np.array_equal(first[1], other[1])
@@ -56,7 +56,7 @@ def test_the_split_depends_on_the_seed_alone_and_is_stable():
 
 def test_the_pixels_are_normalised_by_the_training_part_alone(tmp_path):
     plain = tiny(tmp_path / "plain")
-    held_out = int(plain._parts(50)[1][0])
+    held_out = int(divide(50, 0, plain.validation_fraction)[1][0])
     changed = tiny(tmp_path / "changed", change=(0, held_out * 784))
 
     batch, _ = plain.dataset("train").__getitems__(range(40))
