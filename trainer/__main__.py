@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
+from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError, TrainerError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder, use_utf8
 from trainer.resilience.stop_signals import attend
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
                 return int(module.main(rest))
-    except ConfigError as error:
+    except TrainerError as error:
         print(f"error: {writable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -83,6 +83,7 @@ def preload(argv: Sequence[str]) -> int:
     from trainer.config import command_line
     from trainer.run import circumstances, run_dir
     from trainer.run.prepare import bind_seed
+    from trainer.storage.secrets import hide
     from trainer.telemetry.events import Log
 
     try:
@@ -95,6 +96,7 @@ def preload(argv: Sequence[str]) -> int:
         Log().error(str(error))
         return error.exit_code
     torch.compiler.disable()  # imports what the first optimizer of each rank would import: 1-4 s
+    hide((name, value) for name, value, _ in config.leaves())
     run_dir.package_versions()
     platform.platform()  # starts a process, and keeps the answer
     circumstances.loaded_code()

@@ -108,7 +108,8 @@ class Section:
         cls.prefix = prefix
 
     def __post_init__(self) -> None:
-        hints = type_hints(type(self))
+        own: Any = type(self)
+        hints = type_hints(own)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             given, hint = getattr(self, field.name), hints[field.name]
             try:

@@ -94,7 +94,7 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
             return False
-        time.sleep(0.005 if waited_s < 2 else 0.05)  # first a restart must not lose time here
+        time.sleep(min(0.05, 0.001 + waited_s / 50))  # the ranks of a restart come at once
     return True
 
 
