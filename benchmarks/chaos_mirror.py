@@ -11,7 +11,7 @@ from benchmarks.chaos_plan import LOSSES, NETWORK, Fault, Run
 from benchmarks.chaos_run import Launcher, Watch, kill
 from benchmarks.chaos_store import BUCKET, FaultyStore
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
-from trainer.resilience import processes
+from trainer.storage import processes
 from trainer.storage.layout import EVENTS
 from trainer.telemetry.events import read_events
 

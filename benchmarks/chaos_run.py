@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from trainer.resilience import processes
+from trainer.storage import processes
 from trainer.storage.jsonl import newest_step
 from trainer.storage.layout import EVENTS, IDENTITY, METRICS
 from trainer.storage.records import read_json

@@ -182,8 +182,15 @@ class HotAgent(api.SimpleElasticAgent):
 
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
-        folder = self._ranks.run_folder
-        event = first_failure(cause, self._ranks.failures, attempt=self._ended_attempt(),
+        folder, attempt = self._ranks.run_folder, None
+        if folder is not None:
+            launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
+            attempt = read_attempt(folder, launch_id)
+        if attempt == self._run_attempt:  # the ranks died before the run counted a new one
+            attempt = None
+        elif attempt is not None:
+            self._run_attempt = attempt
+        event = first_failure(cause, self._ranks.failures, attempt=attempt,
                               reached_step=self._progress.reached_step)
         if event is None:
             return str(cause)
@@ -191,17 +198,6 @@ class HotAgent(api.SimpleElasticAgent):
             with contextlib.suppress(OSError):  # a full disk
                 append_event(folder, event)
         return f"failed first: {failure_sentence(event)}"
-
-    def _ended_attempt(self) -> int | None:
-        """The number of the attempt; None if the ranks died before the run counted it."""
-        attempt = None
-        if self._ranks.run_folder is not None:
-            launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
-            attempt = read_attempt(self._ranks.run_folder, launch_id)
-        if attempt is None or attempt == self._run_attempt:
-            return None
-        self._run_attempt = attempt
-        return attempt
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         assert not self._ranks.living  # `_monitor_workers` and `_restart_workers` wait for them

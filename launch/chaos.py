@@ -18,8 +18,8 @@ from pathlib import Path
 from launch.options import Parser, number
 from launch.progress import read_progress
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
-from trainer.resilience import processes
 from trainer.resilience.launcher_channel import TORCH_AGENTS
+from trainer.storage import processes
 from trainer.storage.layout import EVENTS
 from trainer.telemetry.events import read_events
 

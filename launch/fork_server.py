@@ -11,6 +11,7 @@ When the launcher dies, the server waits a few seconds for the ranks to save, th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -28,10 +29,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from launch.worker import Entry, exit_code, run_worker
-from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
-from trainer.resilience import processes
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 from trainer.resilience.stop_signals import STOP_SIGNALS, drain, is_readable, wakeup_pipe
+from trainer.storage import processes
+from trainer.telemetry.std_streams import say
+
+Entry = Callable[[list[str]], int]
 
 ORPHAN_TIMEOUT_S = 4.3  # how long ranks may run after the launcher's death before they are killed
 PACKET_BYTES = 1 << 17
@@ -162,7 +165,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         elif code := preload(list(argv)):
             return code, None
     except SystemExit as end:
-        return exit_code(end, EXIT_CONFIG), None
+        return _exit_code(end, EXIT_CONFIG), None
     except BaseException:
         traceback.print_exc()
         print(f"launch: cannot import {entry} (see above); nothing was started",
@@ -176,6 +179,70 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
               "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main
+
+
+def run_worker(
+    main: Entry, argv: Sequence[str], env: dict[str, str], *, launcher_fd: int,
+    output_fds: Sequence[int], close_fds: Sequence[int],
+) -> NoReturn:
+    """Turn this new fork into a rank, call `main(argv)` and exit with its return value. The stop
+    signals stay blocked until `main` handles and unblocks them, so that none is lost. `output_fds`
+    become stdout and stderr (empty: keep the inherited ones)."""
+    try:
+        os.setsid()  # Ctrl-C in the terminal must not reach a rank a second time
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        for fd in close_fds:
+            os.close(fd)
+        _set_streams(output_fds)
+        processes.separate_reads()  # of files that the task's module has opened
+        os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
+        sys.argv = ["trainer", *argv]
+        processes.set_name(f"rank {env['RANK']}")
+        try:
+            code = int(main(list(argv)) or EXIT_COMPLETE)
+        except SystemExit as end:
+            code = _exit_code(end, EXIT_FAILURE)
+        if code == EXIT_COMPLETE:  # after a failure, a thread of the task may never end
+            # Shut down as the interpreter does, but for unloading every module (about a second).
+            threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
+            atexit._run_exitfuncs()
+        _flush()
+        with contextlib.suppress(OSError):  # the launcher has died
+            os.write(launcher_fd, b"returned\n")
+        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+        _flush()
+    finally:  # always: this process must never return into the server's loop
+        os._exit(EXIT_FAILURE)
+
+
+def _set_streams(output_fds: Sequence[int]) -> None:
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for fd, target in zip(output_fds, (1, 2), strict=False):
+        os.dup2(fd, target)
+        os.close(fd)
+    # A rank may be killed at any time: flush its output after each line.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        say("", stream)
+
+
+def _exit_code(end: SystemExit, default: int) -> int:
+    """The code with which Python would exit; `default` after printing a message."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or EXIT_COMPLETE
+    print(end.code, file=sys.stderr)
+    return default
 
 
 def _keep_cuda_usable() -> None:

@@ -22,8 +22,8 @@ from launch.exit_policy import Exit
 from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
-from trainer.resilience import processes
 from trainer.resilience.stop_signals import drain, is_readable
+from trainer.storage import processes
 
 KILL_S = 1.0
 CHECK_S, SERVER_CHECKS, RANK_CHECKS = 1.0, 2, 120

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import threading
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from trainer.distributed import sockets
 from trainer.errors import ConfigError
 
 STORE_TIMEOUT_S = 4.0  # of an answer; shorter than the time after which this node counts as dead
-GUARD_S = 0.3
 CONNECT_S = 3.0
 WAIT_S = 5.0  # how long to wait in the store for a value that another node writes
 STORE_ERRORS = (RendezvousError, RuntimeError, OSError)  # of torch's rendezvous and stores
@@ -59,22 +58,19 @@ class Endpoint:
         port_in_use = self._is_local and not self.hosts and not self._listen()
         limit = timedelta(seconds=CONNECT_S)
         before = sockets.connections()
-        timer = threading.Timer(  # torch has no timeout for a listener that accepts, but is silent
-            CONNECT_S + 1.0, lambda: sockets.shut_down(self._connections_since(before)))
-        timer.start()
         try:
-            # This attempt fails quietly; torch's attempts would print stack traces.
-            socket.create_connection((self._host, self._port), CONNECT_S).close()
-            requests, waiting = (TCPStore(self._host, self._port, is_master=False, timeout=limit,
-                                          wait_for_workers=False) for _ in range(2))
+            with _closed_after(CONNECT_S + 1.0, lambda: self._connections_since(before)):
+                # This attempt fails quietly; torch's attempts would print stack traces.
+                socket.create_connection((self._host, self._port), CONNECT_S).close()
+                requests, waiting = (
+                    TCPStore(self._host, self._port, is_master=False, timeout=limit,
+                             wait_for_workers=False) for _ in range(2))
         except STORE_ERRORS as error:
             if port_in_use and not self._has_connected:
                 raise ConfigError(
                     f"--rdzv-endpoint {self}: port {self._port} is in use by another program; "
                     "choose another port, the same on all nodes") from error
             raise
-        finally:
-            timer.cancel()
         waiting.set_timeout(timedelta(seconds=WAIT_S))
         self._has_connected = True
         signed = [SignedStore(store, self._secret, is_host=self.hosts, on_forged=self._on_forged)
@@ -98,18 +94,27 @@ class Endpoint:
         return True
 
 
+@contextlib.contextmanager
+def _closed_after(limit_s: float, connections: Callable[[], Collection[int]]) -> Iterator[None]:
+    """Close connections (by inode) if the block takes longer: torch's timeouts don't end a wait for
+    a listener that is silent, or whose host is cut off."""
+    timer = threading.Timer(limit_s, lambda: sockets.shut_down(connections()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class GuardedBackend(C10dRendezvousBackend):
     """torch's backend, which calls `on_read` when torch reads the rendezvous state, about once a
-    second, and closes the connections (`inodes`) of a silent store: a call to a store whose host is
-    cut off blocks until the network is back, despite its timeout."""
+    second, and closes the connections (`inodes`) of a silent store."""
 
     def __init__(
         self, store: SignedStore, on_read: Callable[[], None], inodes: Collection[int]
     ) -> None:
         self._on_read, self._inodes = on_read, inodes
-        self._called_s: dict[int, float] = {}  # thread → start of the call that it waits for
-        self._closed = threading.Event()
-        threading.Thread(target=self._guard, name="store-guard", daemon=True).start()
         super().__init__(store, "trainer")
 
     def get_state(self) -> Any:
@@ -122,20 +127,9 @@ class GuardedBackend(C10dRendezvousBackend):
 
     def close(self) -> None:
         """Close the connections: a thread that waits for an answer gets an error."""
-        self._closed.set()
         sockets.shut_down(self._inodes)
-
-    def _guard(self) -> None:
-        while not self._closed.wait(GUARD_S):
-            now_s = time.monotonic()
-            if now_s - min(list(self._called_s.values()), default=now_s) > STORE_TIMEOUT_S:
-                self.close()
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
         # Private: the one place through which torch calls the store.
-        me = threading.get_ident()
-        self._called_s[me] = time.monotonic()
-        try:
+        with _closed_after(STORE_TIMEOUT_S, lambda: self._inodes):
             return super()._call_store(store_op, *args, **kwargs)
-        finally:
-            del self._called_s[me]

@@ -19,8 +19,8 @@ from scripted import wait_for
 
 from launch import chaos
 from trainer.commands.compare import differences
-from trainer.resilience.processes import program as process_program
-from trainer.resilience.processes import state
+from trainer.storage.processes import program as process_program
+from trainer.storage.processes import state
 
 CHAOS = [sys.executable, "-m", "launch.chaos"]
 

@@ -10,7 +10,7 @@ import pytest
 from launches import Launch
 from runs import TAPE
 
-from trainer.resilience import processes
+from trainer.storage import processes
 
 FLAGS = (*TAPE, "--task.norm=group", "--eval.every=off", "--precision.compile=on", "--steps=8")
 

@@ -22,7 +22,7 @@ from runs import steps, validations
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.resilience import processes
+from trainer.storage import processes
 
 PORT = 29400
 BOUND_S = 10.0

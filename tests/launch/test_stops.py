@@ -26,7 +26,7 @@ import trainer.run.build
 from benchmarks.chaos_run import _fork, children
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.resilience import processes
+from trainer.storage import processes
 
 TASK = [*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--task.dropout=0.2",
         "--world.threads=1", "--checkpoint.every=1000"]

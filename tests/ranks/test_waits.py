@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.waits import WaitsFor, waiting_for, waits_for
 from trainer.distributed.world import World
-from trainer.resilience import processes
+from trainer.storage import processes
 
 
 def standing(wait: Callable[[], Any], release: Callable[[], Any], expected: WaitsFor) -> str:

@@ -14,7 +14,7 @@ from trainer.checkpoint.mirror import DATA, FINISHED, RECORDS, Mirror, MirrorEnt
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
-from trainer.commands.report.comparison import text_table
+from trainer.commands.report.figures import text_table
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.resilience.attempts import failure_sentence, repeated_failures

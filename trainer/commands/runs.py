@@ -7,15 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.commands.report.comparison import (
-    differing_settings,
-    figures,
-    read_runs,
-    run_table,
-    sort_runs,
-    text_table,
-)
-from trainer.commands.report.figures import run_state
+from trainer.commands.report import figures
 from trainer.commands.report.history import is_run
 from trainer.errors import ConfigError
 
@@ -34,15 +26,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true",
                         help="print a list of objects with all figures of each run")
     options = parser.parse_args(argv)
-    runs = sort_runs(read_runs([*find_runs(options.folders)]), options.sort)
+    runs = figures.sort_runs(figures.read_runs([*find_runs(options.folders)]), options.sort)
     if options.json:
-        settings = differing_settings(runs)
+        settings = figures.differing_settings(runs)
         print(json.dumps([
-            {"run": str(run.path), "state": run_state(run), "figures": figures(run),
+            {"run": str(run.path), "state": figures.run_state(run),
+             "figures": figures.figures_of(run),
              "settings": {name: values[number] for name, values in settings.items()}}
             for number, run in enumerate(runs)], indent=2))
     else:
-        print(text_table(run_table(runs, options.sort)))
+        print(figures.text_table(figures.run_table(runs, options.sort)))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,6 @@ from trainer.config.schema import Data
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
-Order = Callable[[int, np.ndarray], np.ndarray]
-"""(epoch, places in it) → sample indices, both int64 arrays of the same length."""
-
 LONGEST_TABLE = 1 << 24
 """Number of samples up to which `auto` is a permutation in a table: 128 MiB, 1.2 s an epoch."""
 ROUNDS = 6
@@ -27,13 +23,24 @@ SHIPPED = {name: f"trainer.data.shipped_orders:{kind}" for name, kind in (
 """Values of `--data.sampler` → the import path."""
 
 
-def sequential(epoch: int, places: np.ndarray) -> np.ndarray:
-    """The order of the data set."""
-    return places
+class Order:
+    """The order of the data set; a subclass has another one."""
+
+    name = "in order"
+    facts = ""
+    """What it depends on besides the data, such as weights."""
+    repeats = False
+    """Whether a sample may occur several times in an epoch, with other random draws."""
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The samples at these places of an epoch, both int64 arrays of the same length."""
+        return places
 
 
-class Permutation:
+class Permutation(Order):
     """A random permutation in a table of 8 bytes a sample."""
+
+    name = "permutation"
 
     def __init__(self, samples: int, seed: int) -> None:
         self._samples, self._seed = samples, seed
@@ -47,7 +54,7 @@ class Permutation:
         return self._table[places]
 
 
-class KeyedPermutation:
+class KeyedPermutation(Order):
     """A random permutation that is computed where it is needed: it takes neither memory nor time at
     the start of an epoch.
 
@@ -55,6 +62,8 @@ class KeyedPermutation:
     four. A result that is no sample is permuted again until it is one, which gives a permutation of
     the samples ("cycle walking", Black and Rogaway 2002). At most 2^62 samples.
     """
+
+    name = "keyed permutation"
 
     def __init__(self, samples: int, seed: int) -> None:
         self._samples, self._seed = samples, seed
@@ -78,17 +87,15 @@ class KeyedPermutation:
         return (left << bits) | right
 
 
-class UserOrder:
+class UserOrder(Order):
     """`--data.sampler`: an object of the user or a shipped one, called with (epoch, places)."""
 
     def __init__(self, path: str, dataset: Any, given: dict[str, Any]) -> None:
-        self.path, self._samples = path, len(dataset)
+        self.name, self._samples = f"--data.sampler {path}", len(dataset)
         make = load_object(SHIPPED.get(path, path), "--data.sampler")
         self._order = make(dataset, **_accepted(make, given))
         self.repeats = bool(getattr(self._order, "repeats", False))
-        """Whether a sample may occur several times in an epoch, with other random draws."""
         self.facts = str(getattr(self._order, "fingerprint", str)())
-        """What the order depends on besides the data, such as weights; empty: nothing."""
 
     def __len__(self) -> int:
         """Number of places in an epoch."""
@@ -99,7 +106,7 @@ class UserOrder:
         if found.shape != places.shape or not np.issubdtype(found.dtype, np.integer) or not (
                 found.min() >= 0 and found.max() < self._samples):
             raise ConfigError(
-                f"--data.sampler {self.path}: for {len(places)} places it returned "
+                f"{self.name}: for {len(places)} places it returned "
                 f"{found.dtype} of shape {found.shape}; return one sample index from 0 to "
                 f"{self._samples - 1} for each place.")
         return found.astype(np.int64)
@@ -120,7 +127,7 @@ def make_order(
         for name, value in (("order", config.order), ("sampler", config.sampler)):
             config.check(value in ("auto", None), name, "the training data are a stream, which has "
                          "its own order; remove the flag.", value)
-        return sequential
+        return Order()
     if config.sampler is not None:
         config.check(config.shuffle == "on" and config.order == "auto", "sampler",
                      "it makes the order: remove --data.order and --data.shuffle.", config.sampler)
@@ -128,20 +135,7 @@ def make_order(
                          {"seed": seed, "task": task, "micro_size": micro_size})
     samples = 0 if dataset is None else len(dataset)
     if config.shuffle == "off":
-        return sequential
+        return Order()
     if config.order == "keyed" or (config.order == "auto" and samples > LONGEST_TABLE):
         return KeyedPermutation(samples, seed)
     return Permutation(samples, seed)
-
-
-def order_facts(order: Order) -> str:
-    """What identifies the values on which an order depends besides the data; empty: none."""
-    return order.facts if isinstance(order, UserOrder) else ""
-
-
-def order_name(order: Order) -> str:
-    """A few words about an order, for people."""
-    if isinstance(order, UserOrder):
-        return f"--data.sampler {order.path}"
-    return {KeyedPermutation: "keyed permutation", Permutation: "permutation"}.get(
-        type(order), "in order")

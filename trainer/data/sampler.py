@@ -156,7 +156,7 @@ class MicroBatchSampler:
         found, at = self.order(waiting[0][0].epoch, places).tolist(), 0
         for spec, own in waiting:
             indices, at = tuple(found[at : at + len(own)]), at + len(own)
-            if getattr(self.order, "repeats", False):
+            if self.order.repeats:
                 indices = tuple(map(Draw, indices, own))
             used, stand_in = (indices, ()) if spec.number >= 0 else ((), indices)
             yield dataclasses.replace(spec, indices=used, stand_in=stand_in)

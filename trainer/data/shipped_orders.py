@@ -45,19 +45,23 @@ def column(task: Any, dataset: Any, name: str, *others: str) -> Any:
     return None
 
 
-def _numbers(found: Any, *, sampler: str, name: str, count: int, what: str) -> np.ndarray:
-    """Check that there is a finite number of at least 0 for each of `count`; float64."""
+def _checked(
+    found: Any, *, sampler: str, name: str, count: int, what: str, numbers: bool = True
+) -> np.ndarray:
+    """Check that there is a value for each of `count`, by default a finite number of 0 or more."""
     remedy = _REMEDY.format(name=name, what=what)
     if found is None:
         raise ConfigError(f"--data.sampler {sampler}: the training data have no {name}; {remedy}.")
     try:
-        values = np.asarray(found, dtype=np.float64)
+        values = np.asarray(found, dtype=np.float64 if numbers else None)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--data.sampler {sampler}: {name} are no numbers ({error}); "
                           f"{remedy}.") from None
-    if values.shape != (count,) or not (np.isfinite(values).all() and (values >= 0).all()):
+    if values.shape != (count,) or (numbers and not (
+            np.isfinite(values).all() and (values >= 0).all())):
+        kind = "finite numbers of 0 or more" if numbers else "values"
         raise ConfigError(f"--data.sampler {sampler}: {name}, of shape {values.shape}, don't fit; "
-                          f"return {count} finite numbers of 0 or more: {what}.")
+                          f"return {count} {kind}: {what}.")
     return values
 
 
@@ -80,7 +84,7 @@ class Weighted:
         _refuse_no_weight(float(self._bounds[-1]), self._sampler)
 
     def _weights(self, task: Any, dataset: Any) -> np.ndarray:
-        return _numbers(column(task, dataset, self._name), sampler=self._sampler, name=self._name,
+        return _checked(column(task, dataset, self._name), sampler=self._sampler, name=self._name,
                         count=len(dataset), what=self._what)
 
     def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -100,15 +104,9 @@ class Balanced(Weighted):
     _sampler, _name, _what = "balanced", "labels", "one class for each sample"
 
     def _weights(self, task: Any, dataset: Any) -> np.ndarray:
-        labels = column(task, dataset, self._name, "targets")
-        remedy = _REMEDY.format(name=self._name, what=self._what)
-        if labels is None:
-            raise ConfigError(f"--data.sampler {self._sampler}: the training data have no labels; "
-                              f"{remedy}.")
-        labels = np.asarray(labels)
-        if labels.shape != (len(dataset),):
-            raise ConfigError(f"--data.sampler {self._sampler}: labels have the shape "
-                              f"{labels.shape} for {len(dataset)} samples; {remedy}.")
+        labels = _checked(
+            column(task, dataset, self._name, "targets"), sampler=self._sampler, name=self._name,
+            count=len(dataset), what=self._what, numbers=False)
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         return 1 / counts[classes]
 
@@ -122,7 +120,7 @@ class LikeLength:
 
     def __init__(self, dataset: Any, *, seed: int, micro_size: int, task: Any = None) -> None:
         self._seed, self._micro_size, self._size = seed, micro_size, WINDOW * micro_size
-        self._lengths = _numbers(
+        self._lengths = _checked(
             column(task, dataset, "lengths"), sampler="like-length", name="lengths",
             count=len(dataset), what="the length of each sample")
         self._permutation = KeyedPermutation(len(dataset), seed)
@@ -179,7 +177,7 @@ class Mixture:
         self._seed, self._permutation = seed, KeyedPermutation(len(dataset), seed)
         self._sizes = np.diff([0, *dataset.cumulative_sizes])
         own = method_of(task, "weights")
-        weights = _numbers(
+        weights = _checked(
             own(dataset) if own else getattr(dataset, "weights", None),
             sampler="mixture", name="weights", count=len(self._sizes),
             what="one weight for each of its data sets")

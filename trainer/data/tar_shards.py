@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from trainer.data.images import read_rgb
 from trainer.data.order import KeyedPermutation
 from trainer.data.shards import KeyedStream, Transform, list_files
 from trainer.errors import ConfigError
@@ -21,6 +20,17 @@ from trainer.errors import ConfigError
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 """Name of a file in a shard: the key of its sample, up to the first dot after the last slash, and
 the field."""
+
+
+def read_rgb(file: Any) -> Any:
+    """Read an image of PIL as RGB, from a path or a binary file."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
+            grey = np.asarray(image).astype(np.int64) >> 8
+            return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
+        return image.convert("RGB")
 
 
 def decode_image(data: bytes) -> torch.Tensor:

@@ -23,8 +23,9 @@ from trainer.data.sample_errors import (
     this_worker,
 )
 from trainer.errors import ConfigError
-from trainer.resilience import processes, stack_dumps
+from trainer.resilience import stack_dumps
 from trainer.resilience.stop_signals import STOP_SIGNALS
+from trainer.storage import processes
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.resilience.processes import Activity
 from trainer.resilience.progress_marks import Place
+from trainer.storage.processes import Activity
 from trainer.telemetry.status import PREPARING, Phase
 
 RECENT_STEPS = 64
@@ -23,11 +23,24 @@ PAST_USER_CODE = ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
 """(phase, last mark) of a start that runs no code of the user which may wait for long."""
 
 
-class Pace:
-    """The limit inside steps: a fixed one, or learnt from the pauses between their marks."""
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Time limits of a phase, in seconds; a longer pause counts as a hang."""
 
-    def __init__(self, limit_s: float | None) -> None:
-        self._fixed_s = limit_s
+    quiet_s: float  # without a mark, processor time, and bytes read or written
+    idle_s: float  # without a mark, even with activity
+    flag: str  # that sets this time, with its current value
+
+    def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
+        return quiet_s > self.quiet_s or idle_s > self.idle_s
+
+
+class Pace:
+    """The time limits of a rank. That inside steps, `limit_s`, is fixed, or learnt (None) from the
+    pauses between their marks; `start_s` holds at the start (None: long)."""
+
+    def __init__(self, limit_s: float | None, start_s: float | None = None) -> None:
+        self._fixed_s, self._start_s = limit_s, start_s
         self._longest_s, self._before_s = 0.0, 0.0  # in this stretch of steps, in the last one
         self._stretch = 0
         self._pause = (0.0, 0.0)  # when it began, how long it has been so far
@@ -36,10 +49,6 @@ class Pace:
     def limit_s(self) -> float:
         learnt_s = max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
         return learnt_s if self._fixed_s is None else self._fixed_s
-
-    @property
-    def is_learnt(self) -> bool:
-        return self._fixed_s is None
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
         """Record the place of the main thread; return the limit. The shortest limit allows for
@@ -54,6 +63,21 @@ class Pace:
             self._stretch = place.step
             self._before_s, self._longest_s = self._longest_s, 0.0
         return self.limit_s
+
+    def patience(self, phase: Phase, point: Phase | None = None) -> Patience:
+        """Time limits of the main thread in a stage and after its last mark, or of the checkpoint
+        writer (in `Phase.SAVE`). A learnt limit says nothing about the disk, which alone can be
+        slow where no code of the user runs."""
+        limit_s, flag = self.limit_s, f"--watchdog.limit-s {self.limit_s:g}"
+        if phase is Phase.TRAIN:
+            return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
+        if phase in PREPARING - {Phase.RESTORE} and (phase, point) not in PAST_USER_CODE:
+            quiet_s = max(START_S, 2 * limit_s) if self._start_s is None else self._start_s
+            return Patience(quiet_s=quiet_s, idle_s=math.inf,
+                            flag=f"--watchdog.start-s {quiet_s:g}")
+        only_disk = self._fixed_s is None and Phase.EVALUATE not in (phase, point)
+        return Patience(quiet_s=LONG_S if only_disk else 2 * limit_s,
+                        idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
 
 
 class QuietTime:
@@ -73,36 +97,6 @@ class QuietTime:
                            if t.name.startswith("checkpoint-writer")), None)
             self._activity = Activity(os.getpid(), thread=writer if self._of_writer else None)
         return min(idle_s, self._activity.quiet_s())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """Time limits of a phase, in seconds; a longer pause counts as a hang."""
-
-    quiet_s: float  # without a mark, processor time, and bytes read or written
-    idle_s: float  # without a mark, even with activity
-    flag: str  # that sets this time, with its current value
-
-    def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
-        return quiet_s > self.quiet_s or idle_s > self.idle_s
-
-
-def patience(
-    phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None, *,
-    learnt: bool = False,
-) -> Patience:
-    """Time limits of a rank's main thread in a stage and after its last mark, or of the checkpoint
-    writer (in `Phase.SAVE`). `limit_s` holds inside steps, `start_s` at the start. A `learnt` limit
-    says nothing about the disk, which alone can be slow where no code of the user runs."""
-    flag = f"--watchdog.limit-s {limit_s:g}"
-    if phase is Phase.TRAIN:
-        return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
-    if phase in PREPARING - {Phase.RESTORE} and (phase, point) not in PAST_USER_CODE:
-        quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
-        return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
-    only_disk = learnt and Phase.EVALUATE not in (phase, point)
-    return Patience(quiet_s=LONG_S if only_disk else 2 * limit_s,
-                    idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
 
 
 def name_place(phase: Phase, point: Phase | None) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILURE
-from trainer.resilience import processes, stack_dumps
+from trainer.resilience import stack_dumps
 from trainer.resilience.hang_detection import HangReport, RankReport, name_place
 from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.launcher_channel import tell
 from trainer.resilience.progress_marks import ProgressMarks, read_marks
+from trainer.storage import processes
 from trainer.storage.files import display_path
 from trainer.storage.layout import STACKS
 from trainer.telemetry.events import Log

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from trainer.resilience import processes
 from trainer.resilience.hang_detection import Peer, RankReport
+from trainer.storage import processes
 from trainer.telemetry.step_timing import StepTiming
 
 

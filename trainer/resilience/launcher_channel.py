@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
-from trainer.resilience import processes
+from trainer.storage import processes
 
 if TYPE_CHECKING:  # a rank imports this before torch
     from trainer.distributed.world import LaunchInfo, World

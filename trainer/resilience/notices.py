@@ -30,7 +30,7 @@ from trainer.telemetry.events import Log
 FLAG = "--stop.on-notice"
 POLL_S = 2.0
 """Seconds between two questions, and at least between two starts of a command."""
-TIMEOUT_S, TRIES = 2.0, 3
+TIMEOUT_S = 2.0
 SILENT_S = 150.0
 """Seconds without an answer until a warning; Azure may take two minutes for the first one."""
 METADATA_URL = "TRAINER_METADATA_URL"
@@ -47,11 +47,7 @@ class NoAnswer(Exception):
 class Source:
     """Where notices come from."""
 
-    pause_s = POLL_S
-
-    def open(self) -> None:
-        """Check that it can be asked. Raises NoAnswer."""
-        self.check()
+    pause_s, tries = POLL_S, 3  # at the start
 
     def check(self) -> str:
         """The notice, "" if there is none. Raises NoAnswer."""
@@ -76,8 +72,8 @@ class _Metadata(Source):
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise NoAnswer(f"{self._address} doesn't answer: {error}") from None
 
-    def _get(self, path: str, headers: dict[str, str]) -> str:
-        status, body = self._ask(path, headers)
+    def _get(self, path: str, headers: dict[str, str], method: str = "GET") -> str:
+        status, body = self._ask(path, headers, method)
         if status != 200:
             raise NoAnswer(f"{self._address}{path} answers with status {status}")
         return body
@@ -86,25 +82,22 @@ class _Metadata(Source):
 class Aws(_Metadata):
     """EC2: 404 until the spot instance is to be interrupted, two minutes later."""
 
+    _token = ""
+
     def __init__(self) -> None:
         super().__init__(_HERE)
-        self._token = ""
-
-    def open(self) -> None:
-        status, self._token = self._ask("/latest/api/token", {
-            "X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}, "PUT")
-        if status != 200:
-            raise NoAnswer(f"{self._address}/latest/api/token answers with status {status}")
 
     def check(self) -> str:
         for _ in range(2):
+            self._token = self._token or self._get("/latest/api/token", {
+                "X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}, "PUT")
             status, body = self._ask("/latest/meta-data/spot/instance-action",
                                      {"X-aws-ec2-metadata-token": self._token})
             if status == 200:
                 return f"EC2 interrupts this machine: {body}"
             if status == 404:
                 return ""
-            self.open()  # the token has expired
+            self._token = ""  # it has expired
         raise NoAnswer(f"{self._address} answers with status {status}")
 
 
@@ -123,17 +116,15 @@ class Azure(_Metadata):
     """Azure: an event of the machine, at least 30 s before its end."""
 
     ENDS = ("Preempt", "Terminate", "Redeploy", "Reboot")
+    _name = ""
 
     def __init__(self) -> None:
         super().__init__(_HERE)
-        self._name = ""
-
-    def open(self) -> None:
-        self._name = self._get(
-            "/metadata/instance/compute/name?api-version=2021-02-01&format=text",
-            {"Metadata": "true"}).strip()
 
     def check(self) -> str:
+        self._name = self._name or self._get(
+            "/metadata/instance/compute/name?api-version=2021-02-01&format=text",
+            {"Metadata": "true"}).strip()
         body = self._get("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
         try:
             for event in json.loads(body)["Events"]:
@@ -147,25 +138,18 @@ class Azure(_Metadata):
 class Command(Source):
     """A command of the shell: its exit with 0 is a notice. After another exit it starts again."""
 
-    pause_s = 0.25
+    pause_s, tries = 0.25, 1
 
     def __init__(self, command: str) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = -math.inf
 
-    def open(self) -> None:
-        self._start()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert self._process is not None
-            if self._process.wait(self.pause_s) in (126, 127):
-                raise NoAnswer(f"this command can't be run (exit code {self._process.returncode})")
-
     def check(self) -> str:
         if self._process is None:
-            if time.monotonic() - self._started_s >= POLL_S:
-                self._start()
-            return ""
+            if time.monotonic() - self._started_s < POLL_S:
+                return ""
+            self._process = self._start()
         if (code := self._process.poll()) is None:
             return ""
         self._process = None
@@ -179,16 +163,20 @@ class Command(Source):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _start(self) -> None:
-        """Start the command; where `setpriv` is installed it dies with this process."""
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the command and wait for a moment, in which one that can't be run ends. Where
+        `setpriv` is installed it dies with this process."""
         bound = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self._started_s = time.monotonic()
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*bound, "/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             raise NoAnswer(f"this command can't be started: {error}") from None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self.pause_s)
+        return process
 
 
 PROVIDERS: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
@@ -202,8 +190,8 @@ class NoticeWatch:
         self._value, self._request, self._log = value, request, log
         self._source = PROVIDERS[value]() if value in PROVIDERS else Command(value)
         self._closed = threading.Event()
-        self._open()
-        self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(self._first_answer(),),
+                                        name="notices", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> NoticeWatch:
@@ -214,32 +202,27 @@ class NoticeWatch:
         self._thread.join()
         self._source.close()
 
-    def _open(self) -> None:
-        for left in reversed(range(TRIES)):
+    def _first_answer(self) -> str:
+        for _ in range(self._source.tries):
             try:
-                self._source.open()
-                return
+                return self._source.check()
             except NoAnswer as error:
-                if not left:
-                    raise ConfigError(
-                        f"{FLAG} {self._value}: {error}. Use aws, gcp or azure on a machine of "
-                        "that provider, a command of the shell that exits with 0 at a notice, or "
-                        "off.") from None
+                why = error
+        raise ConfigError(f"{FLAG} {self._value}: {why}. Use aws, gcp or azure on a machine of "
+                          "that provider, a command of the shell that exits with 0 at a notice, "
+                          "or off.")
 
-    def _work(self) -> None:
+    def _work(self, notice: str) -> None:
         answered_s, is_silent = time.monotonic(), False
-        while not self._closed.is_set():
+        while not notice and not self._closed.wait(self._source.pause_s):
             try:
                 notice = self._source.check()
                 answered_s = time.monotonic()
             except NoAnswer as error:
-                notice = ""
                 if time.monotonic() - answered_s > SILENT_S and not is_silent:
                     is_silent = True
                     self._log.warning(f"{FLAG} {self._value}: {error}; no notice can arrive")
-            if notice:
-                self._log.event("notice", why=notice)
-                self._log.warning(f"{notice}; the run saves and stops")
-                self._request(notice)
-                return
-            self._closed.wait(self._source.pause_s)
+        if notice:
+            self._log.event("notice", why=notice)
+            self._log.warning(f"{notice}; the run saves and stops")
+            self._request(notice)

@@ -1,35 +1,25 @@
-"""Checks of the system before a process starts: open files, folders."""
+"""Before a process starts: open files, encoding, folders."""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
-import tempfile
 from pathlib import Path
 
 from trainer.errors import ConfigError
 
 LONGEST_S = 1e9  # upper limit of times (thirty years): clocks count in 64-bit nanoseconds
-FILES, FILES_A_RANK = 48, 8
-"""Open files that a process needs, and further ones for each rank (sockets, pipes, pidfds).
-Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or draws."""
+MOST_FILES = 1 << 16
 
 
-def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
-    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host, or
-    refuse a lower hard limit; for ranks `elsewhere`, as far as the system allows."""
-    needed = FILES + FILES_A_RANK * num_ranks
-    wanted = needed + FILES_A_RANK * elsewhere
+def allow_files() -> None:
+    """Raise the limit of open files to the hard limit, up to `MOST_FILES`: ranks and loader workers
+    have sockets, pipes and shared memory open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(f"a process may open at most {hard} files here (ulimit -n {hard}), and "
-                          f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
-                          f"example with ulimit -n {max(1024, needed)}")
-    reach = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def use_utf8() -> None:
@@ -52,18 +42,3 @@ def check_current_folder(*packages: str) -> None:
         name = Path(shadows[0]).stem
         raise ConfigError(f"{shadows[0]} hides the package {name}: python -m {name} would run this "
                           "file; rename it, or start from another folder")
-
-
-def check_cache_folder() -> None:
-    """Refuse a TORCHINDUCTOR_CACHE_DIR that can't be created or written: torch needs it to compile,
-    and even for an optimizer."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    if (place := os.environ.get(name)) is None:
-        return
-    try:
-        os.makedirs(place, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise ConfigError(f"environment variable {name} is {place!r}, torch's folder for "
-                          f"compiled code: {error.strerror}; use a folder that can be written, or "
-                          "unset it") from error

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.resilience import processes
+from trainer.storage import processes
 from trainer.telemetry.status import Phase, Status
 
 NAME = "trainer-progress"  # name of the memory file, by which another process finds it

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from trainer.resilience import processes
+from trainer.storage import processes
 from trainer.storage.files import make_subfolder, open_regular
 from trainer.storage.layout import STACKS
 

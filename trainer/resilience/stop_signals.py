@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
-from trainer.resilience import processes
+from trainer.storage import processes
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of these, sent to the launcher or to a rank, requests that the run saves and stops."""

@@ -20,12 +20,13 @@ from collections.abc import Callable
 
 from trainer.distributed.waits import WaitsFor, collective_of_user, waits_for
 from trainer.distributed.world import World
-from trainer.resilience import hang_detection, processes
-from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
+from trainer.resilience import hang_detection
+from trainer.resilience.hang_detection import Pace, QuietTime, RankReport
 from trainer.resilience.hang_response import Alarm
 from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.progress_marks import Place, ProgressMarks
 from trainer.resilience.stop_signals import is_readable
+from trainer.storage import processes
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.step_timing import StepTiming
@@ -46,7 +47,7 @@ class Watchdog:
         self.marks = ProgressMarks(log.status)
         self._in_flight: Callable[[], int | None] = lambda: None
         self._world, self._log = world, log
-        self._pace, self._start_s = Pace(limit_s), start_s
+        self._pace = Pace(limit_s, start_s)
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
@@ -163,7 +164,7 @@ class Watchdog:
             whom = waits_for(self._main_thread, frame)
         if whom is WaitsFor.DEVICE:  # such a wait takes processor time
             quiet_s = idle_s
-        allowed = patience(phase, main.point, limit_s, self._start_s, learnt=self._pace.is_learnt)
+        allowed = self._pace.patience(phase, main.point)
         return RankReport(
             phase=hang_detection.name_place(phase, main.point), step=main.step,
             idle_s=round(idle_s, 1), flag=allowed.flag, collective=collective_of_user(frame),
@@ -180,7 +181,7 @@ class Watchdog:
             mark = Place(Phase.SAVE_BEGIN, *self._saving)
         idle_s = now - max(mark.at_s, self._resumed_s)
         quiet_s = self._writer_quiet.measure(idle_s, limit_s)
-        allowed = patience(Phase.SAVE, None, limit_s, learnt=self._pace.is_learnt)
+        allowed = self._pace.patience(Phase.SAVE)
         if not allowed.is_exceeded(idle_s, quiet_s):
             return None
         return RankReport(phase=str(mark.point), step=step, idle_s=round(idle_s, 1), waits=False,

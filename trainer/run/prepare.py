@@ -19,7 +19,7 @@ from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, Limited, in_memory
-from trainer.data.order import Order, UserOrder, make_order, order_facts, order_name
+from trainer.data.order import Order, UserOrder, make_order
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
@@ -152,7 +152,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "in_evaluation": evaluating,
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
-        "order": "a stream" if plan.in_lanes else order_name(order),
+        "order": "a stream" if plan.in_lanes else order.name,
         "workers": workers,
         "class_names": list(getattr(task, "class_names", ())),
         "precision": str(choice),
@@ -326,7 +326,7 @@ def fingerprints_of(
     found = {split: _fingerprint(task, split, dataset, config, rank)
              for split, dataset in data.items()}
     if "train" in found:
-        found["train"] = ", ".join(filter(None, (found["train"], order_facts(order))))
+        found["train"] = ", ".join(filter(None, (found["train"], order.facts)))
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, FileDamaged, StaleAttempt
+from trainer.storage import processes
 from trainer.storage.files import display_path, open_regular
 from trainer.storage.records import Kind, is_count, is_text, optional, parse_json
 
@@ -127,9 +128,9 @@ class RunLock:
             launch_id: equal in all attempts of one launch, on all hosts; None without one.
             wait_s: seconds to wait for a living owner to exit, before a ConfigError.
         """
-        me = {"nonce": self.nonce, "pid": os.getpid(), "place": _place(), "launch_id": launch_id,
-              "launcher_pid": launcher_pid,
-              "launcher_start": None if launcher_pid is None else _start_time(launcher_pid)}
+        me = {"nonce": self.nonce, "pid": os.getpid(), "launch_id": launch_id,
+              "place": f"{os.uname().nodename} {processes.host()}", "launcher_pid": launcher_pid,
+              "launcher_start": None if launcher_pid is None else _started(launcher_pid)}
         deadline = time.monotonic() + wait_s
         while True:
             with self._brief_lock():
@@ -238,7 +239,7 @@ def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
         return None
     elif (pid, start) == (me["launcher_pid"], me["launcher_start"]):
         why = "an earlier attempt of this launcher"
-    elif _start_time(pid) != start or start is None:
+    elif _started(pid) != start or start is None:
         why = "an orphan whose launcher is gone"
     else:
         return None
@@ -246,19 +247,7 @@ def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
             f"{owner['nonce']}, which is still alive: {why}")
 
 
-def _place() -> str:
-    """Host name, boot id and pid namespace: processes with the same ones see each other's pids."""
-    parts = [os.uname().nodename]
-    with suppress(OSError):  # a sandbox may not show them
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def _start_time(pid: int) -> str | None:
+def _started(pid: int) -> str | None:
     """Start time of a process, to recognize a reused pid; None if it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+    started = processes.start_time(pid)
+    return None if started is None else str(started)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from trainer.config.fields import Section, setting
-from trainer.data.images import read_rgb
+from trainer.data.tar_shards import read_rgb
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses

@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from trainer.storage.records import (
 PARTS = ("step", "data", "compute", "communication", "save", "memory_mb")
 """Values of each rank in a line: seconds summed over its steps, and memory at its end. The rest of
 `step` is time of the host; `save` is partly between steps."""
-MARKS, RECENT_S = 32, 5.0
-"""Each rank publishes up to MARKS marks of the last RECENT_S seconds, at its own times, so that
-rank 0 finds a step that all ranks have in common."""
 EVERY_S, GROWTH, LONGEST_S = 1.0, 0.01, 60.0
 """Interval of the lines: GROWTH × the age of the attempt, from EVERY_S to LONGEST_S."""
 NOTICED, WAITING = 0.1, 0.2
@@ -37,12 +33,10 @@ NOTICED, WAITING = 0.1, 0.2
 IN_A_ROW = 3
 """Consecutive lines that must show it. The first line is ignored: it includes startup effects."""
 
-TimingMark = list[float]
-"""Sums up to a step: [number of steps, step, samples, seconds since the epoch, *PARTS]."""
+Totals = list[float]
+"""A rank's sums so far: [number of steps, step, samples, seconds since the epoch, *PARTS]."""
 _HEAD = 4
-"""Values of a mark before those of `PARTS`."""
-
-
+"""Values of the totals before those of `PARTS`."""
 _SECONDS = tuple(f"{part}_s" for part in PARTS[:-1])
 
 
@@ -61,14 +55,6 @@ TIMING_LINE = Kind(
 """A line of timing.jsonl."""
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """Sources of time in seconds; `wall` since the epoch."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
-
-
 class StepTiming:
     """Sums the times of this rank's steps; rank 0 writes the lines of all ranks, which it receives
     with the heartbeats.
@@ -79,18 +65,17 @@ class StepTiming:
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, attempt: int = 0, workers: int = 0, cores: int = 1,
-        warn: Callable[[str], None], memory: Callable[[], float], clocks: Clocks = Clocks(),
-    ) -> None:  # fmt: skip
+        warn: Callable[[str], None], memory: Callable[[], float],
+    ) -> None:
         self._rank, self._size, self._attempt, self._warn = rank, size, attempt, warn
         self._workers, self._cores, self._memory = workers, cores, memory
-        self._clock, self._now = clocks.monotonic, clocks.wall
         self._sums = dict.fromkeys(PARTS, 0.0)
-        self._count = self._samples = self._step = 0
-        self._stride, self._marks = 1, list[TimingMark]()
+        self._count = self._samples = 0
+        self._totals: Totals = [0.0] * (_HEAD + len(PARTS))  # replaced as a whole by each step
+        self._base = [self._totals] * size  # of the last line
         self._file: AppendFile | None = None
-        self._began_s = self._next_s = self._clock()
-        self._last = self._now()
-        self._base: list[TimingMark] = [[0.0] * (_HEAD + len(PARTS))] * size  # last line's marks
+        self._began_s = self._next_s = time.monotonic()
+        self._last = time.time()
         self._seen: dict[str, int] = {}  # problem → consecutive lines that show it
         self._warned: set[str] = set()
         self._lines = 0
@@ -99,7 +84,7 @@ class StepTiming:
     def open(self, path: Path) -> None:
         """Write lines from now on; on rank 0."""
         self._file = AppendFile(path)
-        self._began_s, self._last = self._clock(), self._now()
+        self._began_s, self._last = time.monotonic(), time.time()
         self._next_s = self._began_s + EVERY_S
 
     def add(self, step: int, times: Mapping[str, float], *, samples: int,
@@ -110,46 +95,29 @@ class StepTiming:
             sums[part] += seconds
         self._count += 1
         self._samples += samples
-        self._step, sums["save"] = step, blocked_s
-        if self._count % self._stride:
-            return
-        mark, marks = self._mark(), self._marks
-        if len(marks) >= MARKS:
-            marks = [m for m in marks if m[3] > mark[3] - RECENT_S]
-            if len(marks) >= MARKS / 2:  # ranks with different strides still share steps
-                self._stride *= 2
-                marks = [m for m in marks if m[0] % self._stride == 0]
-            self._marks = marks
-        marks.append(mark)
+        sums["save"] = blocked_s
+        self._totals = [self._count, step, self._samples, time.time(), *sums.values()]
         if self._size == 1 and self._file is not None and self.due:
             self.collect([self.message()])
-
-    def _mark(self) -> TimingMark:
-        sums = self._sums
-        return [self._count, self._step, self._samples, self._now(), *(sums[p] for p in PARTS)]
 
     @property
     def due(self) -> bool:
         """Whether the interval of the lines has passed."""
-        return self._clock() >= self._next_s
+        return time.monotonic() >= self._next_s
 
-    def message(self) -> list[TimingMark]:
-        """The newest marks of this rank, with its current memory."""
-        memory = self._memory()
-        return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]
+    def message(self) -> Totals:
+        """The totals of this rank, with its current memory."""
+        return [*(round(value, 6) for value in self._totals[:-1]), self._memory()]
 
-    def collect(self, messages: Sequence[list[TimingMark]]) -> None:
-        """Write a line from the messages of all ranks, in order of rank; on rank 0."""
+    def collect(self, messages: Sequence[Totals]) -> None:
+        """Write a line from the messages of all ranks, in order of rank, once each has made a step
+        since the last line; on rank 0."""
         with self._lock:
-            by_count = [{int(mark[0]): mark for mark in marks} for marks in messages]
-            common = set.intersection(*(set(marks) for marks in by_count))
-            newest = max(common, default=0)
-            if self._file is None or newest <= self._base[self._rank][0]:
-                return
-            ends = [marks[newest] for marks in by_count]
-            line = self._line(ends)
-            self._base = list(ends)
-            self._check(line)
+            if self._file is not None and all(
+                    own[0] > base[0] for own, base in zip(messages, self._base, strict=True)):
+                line = self._line(messages)
+                self._base = list(messages)
+                self._check(line)
 
     def close(self) -> None:
         """Write this rank's last steps, with None for the other ranks, and close the file."""
@@ -158,27 +126,32 @@ class StepTiming:
             if file is None:
                 return
             if self._count > self._base[self._rank][0]:
-                mark = [*self._mark()[:-1], self._memory()]
-                self._line([mark if r == self._rank else None for r in range(self._size)])
+                self._line([self.message() if r == self._rank else None
+                            for r in range(self._size)])
             self._file = None
         with contextlib.suppress(OSError):  # the run does not need this file
             file.close()
 
-    def _line(self, ends: Sequence[TimingMark | None]) -> dict[str, Any]:
+    def _line(self, ends: Sequence[Totals | None]) -> dict[str, Any]:
+        """Write a line. Ranks publish at different times: the seconds of each are those of its own
+        steps since the last line, scaled to the number of this rank's."""
         own, base = ends[self._rank], self._base[self._rank]
         assert own is not None
         assert self._file is not None
+        steps = own[0] - base[0]
         line: dict[str, Any] = {
             "time": round(own[3], 6), "attempt": self._attempt, "step": int(own[1]),
-            "steps": int(own[0] - base[0]), "samples": int(own[2] - base[2]),
+            "steps": int(steps), "samples": int(own[2] - base[2]),
             "wall_s": round(own[3] - self._last, 6),
         }  # fmt: skip
         for i, part in enumerate(PARTS[:-1], start=_HEAD):
-            line[f"{part}_s"] = [None if end is None else round(max(0.0, end[i] - before[i]), 6)
-                                 for end, before in zip(ends, self._base, strict=True)]
+            line[f"{part}_s"] = [
+                None if end is None else
+                round(max(0.0, end[i] - before[i]) * steps / (end[0] - before[0]), 6)
+                for end, before in zip(ends, self._base, strict=True)]
         line["memory_mb"] = [None if end is None else end[-1] for end in ends]
         self._file.append((json.dumps(line) + "\n").encode())
-        self._last, now_s = own[3], self._clock()
+        self._last, now_s = own[3], time.monotonic()
         self._next_s = now_s + min(LONGEST_S, max(EVERY_S, GROWTH * (now_s - self._began_s)))
         self._lines += 1
         return line

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import main
-from trainer.commands.report.comparison import run_table, sort_runs
+from trainer.commands.report.figures import run_table, sort_runs
 from trainer.commands.report.history import History
 
 ACCURACIES = {"low": [0.5, 0.4], "high": [0.2, 0.9], "middle": [0.7, 0.6], "none": []}

@@ -14,7 +14,7 @@ import torch
 
 from trainer.data.batch import collate
 from trainer.data.workers import SMALL, DataReader, _start_worker
-from trainer.resilience import processes
+from trainer.storage import processes
 
 FORK = multiprocessing.get_context("fork")
 

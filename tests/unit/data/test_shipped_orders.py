@@ -145,7 +145,7 @@ def test_copies_of_a_sample_have_random_draws_of_their_own() -> None:
     ("weighted", samples(2, weights=[0, 0]), r"the sum of all weights is 0.0; make it positive"),
     ("weighted", samples(2, weights=["a", "b"]), r"weights are no numbers"),
     ("balanced", samples(4), r"have no labels; define labels\(dataset\)"),
-    ("balanced", samples(4, targets=[1]), r"labels have the shape \(1,\) for 4 samples"),
+    ("balanced", samples(4, targets=[1]), r"labels, of shape \(1,\), don't fit; return 4 values"),
     ("like-length", samples(4), r"have no lengths; .*: the length of each sample"),
     ("mixture", samples(4), r"are a TensorDataset; return a torch.utils.data.ConcatDataset"),
     ("mixture", mixture(1, 1), r"weights, of shape \(2,\).* 3 finite .* each of its data sets"),

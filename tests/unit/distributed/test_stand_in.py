@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.data.map_dataset import MicroBatch
-from trainer.data.order import sequential
+from trainer.data.order import Order
 from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.step import Step, StepResult
@@ -92,7 +92,7 @@ def test_ranks_with_fewer_micro_batches_read_the_first_one_of_the_window():
     plan = BatchPlan(samples=13, global_size=8, micro_size=2, drop_last=False)
 
     def read(rank: int) -> list[MicroBatchSpec]:
-        return list(MicroBatchSampler(plan, rank=rank, num_ranks=3, order=sequential,
+        return list(MicroBatchSampler(plan, rank=rank, num_ranks=3, order=Order(),
                                       position=0, total_steps=2))
 
     assert [(s.number, s.indices, s.stand_in, s.last) for s in read(0)] == [

@@ -16,7 +16,6 @@ from trainer.resilience.hang_detection import (
     RankReport,
     find_hang,
     name_place,
-    patience,
 )
 from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import Phase
@@ -84,16 +83,17 @@ def test_the_quiet_time_follows_the_limit_but_users_code_has_minutes_at_the_star
     for phase, point, times in (("train", "reading", 1), ("build", "start", 2),
                                 ("warm-up", "data", 2), ("restore", "restore", 2),
                                 ("evaluate", "step-end", 2), ("save", "save-mid", 2)):
-        assert patience(Phase(phase), Phase(point), 2.0).quiet_s == 2.0 * times
+        assert Pace(2.0).patience(Phase(phase), Phase(point)).quiet_s == 2.0 * times
     for phase, point in (("build", "build"), ("warm-up", "start"), ("warm-up", "reading")):
-        allowed = patience(Phase(phase), Phase(point), 2.0)
+        allowed = Pace(2.0).patience(Phase(phase), Phase(point))
         assert (allowed.quiet_s >= 120, allowed.idle_s) == (True, math.inf)
     for phase, point, quiet_s in (("save", "save", 1800), ("finish", "save", 1800),
                                   ("finish", "evaluate", 60), ("evaluate", "save", 60)):
-        assert patience(Phase(phase), Phase(point), 30.0, learnt=True).quiet_s == quiet_s
-    assert patience(Phase("build"), Phase("build"), 30.0).flag == "--watchdog.start-s 300"
-    assert patience(Phase("build"), Phase("build"), 30.0, 20.0).quiet_s == 20.0
-    assert patience(Phase("build"), Phase("start"), 30.0, 20.0).flag == "--watchdog.limit-s 30"
+        assert Pace(None).patience(Phase(phase), Phase(point)).quiet_s == quiet_s
+    assert Pace(30.0).patience(Phase("build"), Phase("build")).flag == "--watchdog.start-s 300"
+    assert Pace(30.0, 20.0).patience(Phase("build"), Phase("build")).quiet_s == 20.0
+    assert Pace(30.0, 20.0).patience(Phase("build"), Phase("start")).flag == (
+        "--watchdog.limit-s 30")
 
 
 def test_places_have_the_names_that_faults_have():

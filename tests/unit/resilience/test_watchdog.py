@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
-from trainer.resilience import processes, progress_marks, stack_dumps
+from trainer.resilience import progress_marks, stack_dumps
 from trainer.resilience.fault_injection import PHASES
 from trainer.resilience.hang_detection import RankReport
 from trainer.resilience.heartbeats import Heartbeats
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.watchdog import Watchdog
+from trainer.storage import processes
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 from unread import ended
 
-from launch.fork_server import fork
-from launch.worker import run_worker
+from launch.fork_server import fork, run_worker
 from trainer.telemetry.events import Log
 from trainer.telemetry.std_streams import EXIT_PIPE, quiet_broken_pipe, say
 

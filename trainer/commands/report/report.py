@@ -15,14 +15,8 @@ from typing import Any
 import torch
 
 from trainer.commands.inspect import checkpoints, list_mirror
-from trainer.commands.report.comparison import read_runs, run_table, sort_runs, text_table
-from trainer.commands.report.figures import (
-    DEATH,
-    affected_rank,
-    format_duration,
-    notable_events,
-    summary,
-)
+from trainer.commands.report import figures
+from trainer.commands.report.figures import DEATH, affected_rank, format_duration
 from trainer.commands.report.history import History, flatten
 from trainer.commands.report.plots import SERIES, Plot, class_names, last_table, plots
 from trainer.errors import ConfigError
@@ -98,12 +92,13 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(out, str) and not options.text:
         raise ConfigError(f"--out: the report of {out} needs a folder on this machine; add "
                           "--out report.")
-    stories = read_runs(options.runs)
+    stories = figures.read_runs(options.runs)
     found = {story.path: run for story, run in zip(stories, options.runs, strict=True)}
-    stories = sort_runs(stories, options.sort)
+    stories = figures.sort_runs(stories, options.sort)
     if options.text:
-        rows = run_table(stories, options.sort) if len(stories) > 1 else summary(stories[0]).items()
-        print(text_table([list(row) for row in rows]))
+        rows = (figures.run_table(stories, options.sort) if len(stories) > 1 else
+                figures.summary(stories[0]).items())
+        print(figures.text_table([list(row) for row in rows]))
         return 0
     drawn = sorted(plots(stories), key=lambda plot: plot.of_one)
     text = _page(stories, drawn, options.sort, {p: _listed(run) for p, run in found.items()})
@@ -149,7 +144,7 @@ def _page(runs: Sequence[History], plots: Sequence[Plot], sort: str | None,
 
 def _ranking(runs: Sequence[History], sort: str | None) -> str:
     """The table of runs, each with the colour of its curves."""
-    head, *rows = run_table(runs, sort)
+    head, *rows = figures.run_table(runs, sort)
     body = _row(head, tag="th")
     for number, cells in enumerate(rows):
         dot = f'<span class=dot style="color:{SERIES[number % len(SERIES)]}">●</span> '
@@ -173,7 +168,7 @@ def _classes(run: History, suffix: str) -> str:
 
 
 def _summary(runs: Sequence[History]) -> str:
-    found = [summary(run) for run in runs]
+    found = [figures.summary(run) for run in runs]
     if len(runs) > 1:
         names = list(dict.fromkeys(name for own in found for name in own))
         return _card("Summary", _comparison(names, found, runs))
@@ -208,7 +203,7 @@ def _attempts(run: History, suffix: str) -> str:
 def _happenings(run: History, suffix: str) -> str:
     rows = [_row([format_duration(event["time"] - run.begun), affected_rank(event),
                   f"{event.get('at_step', event['step']):,}", text])
-            for event, text in notable_events(run)]
+            for event, text in figures.notable_events(run)]
     return _table(f"What happened{suffix}", ("after", "rank", "step", "what"), rows)
 
 

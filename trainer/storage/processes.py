@@ -38,8 +38,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def host() -> str:
     """Equal for processes that can signal each other by pid: same boot and pid namespace."""
-    boot_id = _read("/proc/sys/kernel/random/boot_id").decode().strip()
-    return f"{boot_id or socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    parts = [_read("/proc/sys/kernel/random/boot_id").decode().strip() or socket.gethostname()]
+    with contextlib.suppress(OSError):  # a sandbox may not show it
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def start_time(pid: int) -> int | None:
