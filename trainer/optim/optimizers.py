@@ -24,8 +24,6 @@ Groups = list[dict[str, Any]]
 
 SHIPPED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW,
                                                    "sgd": torch.optim.SGD}
-SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
-"""Arguments of an optimizer's class that have a flag."""
 WEIGHT_DECAY: float = DEFAULTS["adamw"]["weight_decay"]
 
 
@@ -151,9 +149,10 @@ def make_optimizer(config: Optim, model: nn.Module,
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is not a torch.optim.Optimizer, so its "
                           "state could not be saved; derive it from that class.")
-    for key, (_, flag) in _given(config).items():  # **kwargs may have dropped it
-        if key not in ("lr", *inspect.signature(cls).parameters, *optimizer.defaults):
-            raise ConfigError(f"{flag}: {config.name} doesn't read it; omit it.")
+    named = {name for name, _ in _parameters(cls)}
+    for key in _given(config):  # **kwargs may have dropped it
+        if key not in named and key not in optimizer.defaults:
+            raise ConfigError(f"{_flags(config)[key]}: {config.name} doesn't read it; omit it.")
     for key in {key: None for group in made for key in group if groups is not None}:
         near = difflib.get_close_matches(key, optimizer.defaults, n=1, cutoff=0.85)
         if near and key not in optimizer.defaults:  # torch would ignore it
@@ -200,26 +199,26 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
     """The arguments for an optimizer's class, besides the groups: those set that it takes."""
     refuse_closure(cls, f"--optim.name {config.name}")
-    takes = dict(list(inspect.signature(cls).parameters.items())[1:])  # after the groups
+    takes = dict(_parameters(cls)[1:])  # the first one receives the groups
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    arguments: dict[str, Any] = {}
-    for key, (value, flag) in _given(config).items():
-        if key == "weight_decay" and value == 0 and key not in takes:
-            continue  # without decay, as it is
-        if key not in ("lr", *takes) and not any_name:
-            own = [name for name in takes if name not in SETTINGS]
-            raise ConfigError(f"{flag}: {config.name} doesn't read it; omit it. Its options are "
-                              f"{', '.join(own) or 'none'}.")
+    given, flags = _given(config), _flags(config)
+    if given.get("weight_decay") == 0 and "weight_decay" not in takes:
+        del given["weight_decay"]  # without decay, as it is
+    for key in given:
+        if key not in takes and not any_name:
+            own = [name for name in takes if name not in ("lr", *_settings(config))]
+            raise ConfigError(f"{flags[key]}: {config.name} doesn't read it; omit it. Its options "
+                              f"are {', '.join(own) or 'none'}.")
         default = takes[key].default if key in takes else None
-        if isinstance(default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{flag}: expected true or false.")
-        arguments[key] = value
+        if isinstance(default, bool) and not isinstance(given[key], bool):
+            raise ConfigError(f"{flags[key]}: expected true or false.")
+    arguments: dict[str, Any] = {"lr": config.lr}
     if any_name or "weight_decay" in takes:
-        arguments.setdefault("weight_decay", WEIGHT_DECAY)
+        arguments["weight_decay"] = WEIGHT_DECAY
     if config.name in SHIPPED:
         trained = [p for p in model.parameters() if p.requires_grad]
-        arguments.setdefault("fused", all(map(_is_whole, trained)) or None)
-    return arguments
+        arguments["fused"] = all(map(_is_whole, trained)) or None
+    return arguments | given
 
 
 def refuse_closure(cls: Any, what: str) -> None:
@@ -232,20 +231,36 @@ def refuse_closure(cls: Any, what: str) -> None:
                           "needs no such argument, such as adamw.")
 
 
-def _given(config: Optim) -> dict[str, tuple[Any, str]]:
-    """Each argument of the optimizer's class that the configuration sets → its value and flag."""
-    given: dict[str, tuple[Any, str]] = {}
-    for key in SETTINGS:
-        if (value := getattr(config, key)) is not None:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            given[key] = (value == "on" if key == "nesterov" else value,
-                          f"--optim.{key.replace('_', '-')} {shown}")
+def _settings(config: Optim) -> dict[str, Any]:
+    """Arguments of an optimizer's class that have a flag, besides lr; None: not set."""
+    nesterov = None if config.nesterov is None else config.nesterov == "on"
+    return {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
+            "momentum": config.momentum, "nesterov": nesterov}
+
+
+def _given(config: Optim) -> dict[str, Any]:
+    """The arguments of the optimizer's class that the configuration sets, besides lr."""
+    given = {key: value for key, value in _settings(config).items() if value is not None}
     for text in config.options:
         key, _, value = text.partition("=")
-        if key in given:
+        if key in ("lr", *given):
             raise ConfigError(f"--optim.options {text}: use --optim.{key.replace('_', '-')}.")
-        given[key] = _parsed(value), f"--optim.options {text}"
+        given[key] = _parsed(value)
     return given
+
+
+def _flags(config: Optim) -> dict[str, str]:
+    """Each argument that the configuration may set → its flag, with the value."""
+    flags = {text.partition("=")[0]: f"--optim.options {text}" for text in config.options}
+    for key in ("lr", *_settings(config)):
+        value = getattr(config, key)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
+    return flags
+
+
+def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
+    return list(inspect.signature(cls).parameters.items())
 
 
 def _parsed(text: str) -> Any:
@@ -263,11 +278,12 @@ def _parsed(text: str) -> Any:
 
 def _refuse_overridden(config: Optim, groups: Groups) -> None:
     """Refuse a setting that each of the task's groups sets itself."""
-    default = _given(Optim(name=config.name))
-    for key, given in _given(config).items():
-        if all(key in group for group in groups) and default.get(key) != given:
-            raise ConfigError(f"{given[1]}: each group of the task's parameter_groups() sets "
-                              f"{key!r} itself, so the flag would have no effect; omit it.")
+    default = Optim(name=config.name)
+    plain = {"lr": default.lr, **_given(default)}
+    for key, value in {"lr": config.lr, **_given(config)}.items():
+        if all(key in group for group in groups) and (key not in plain or plain[key] != value):
+            raise ConfigError(f"{_flags(config)[key]}: each group of the task's parameter_groups() "
+                              f"sets {key!r} itself, so the flag would have no effect; omit it.")
 
 
 def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
