@@ -18,6 +18,8 @@ PAUSE_S = 0.04
 
 SHAPES = ((2, 2), (3, 4), (4, 12), (1, 3), (3, 9), (2, 6), (4, 4), (3, 3), (1, 1))
 """(ranks, micro-batches in a global batch)."""
+ELASTIC_SHAPES = ((2, 4), (2, 6), (2, 7))
+"""With --elastic: each launch draws its own number of ranks; faults strike ranks 0 and 1."""
 
 AT_PHASES = ("kill", "exit", "kill", "raise", "kill", "term")
 """Kinds that strike each phase in turn, round by round."""
@@ -58,12 +60,11 @@ class Setting:
     sync_bn: str
     workers: int
     seed: int
-    soak: bool = False
-    mirror: bool = False
+    mode: str = ""  # soak, mirror, elastic or none
 
     def __str__(self) -> str:
-        return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
-                f"workers={self.workers}")
+        return (f"W={'1-4' if self.mode == 'elastic' else self.ranks} M={self.micro_batches} "
+                f"sync-bn={self.sync_bn} workers={self.workers}")
 
     def arguments(self, run: str) -> list[str]:
         """The trainer's arguments: three epochs, each with a last global batch that is smaller."""
@@ -77,11 +78,13 @@ class Setting:
             "checkpoint.every": CHECKPOINT_EVERY, "eval.every": EVAL_EVERY,
             "restart.max-same-step": 1000,
         }  # fmt: skip
-        if self.soak:
+        if self.mode == "soak":
             values |= {"watchdog.limit-s": HANG_S, "parallel.verify-every": 1,
                        "nonfinite.max-in-row": 1 if self.sync_bn == "auto" else 3}
-        if self.mirror:
+        if self.mode == "mirror":
             values["task.pause-s"] = PAUSE_S
+        if self.mode == "elastic":
+            values["parallel.reduction"] = "canonical"
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -128,52 +131,46 @@ class Run:
     setting: Setting
     faults: tuple[Fault, ...]
 
-    @property
-    def lasting(self) -> tuple[Fault, ...]:
-        return tuple(fault for fault in self.faults if fault.kind in LASTING)
 
-
-def deck(draw: random.Random, *, soak: bool) -> Iterator[Fault]:
-    """Faults without end, in rounds: each phase with the next kind in turn, and the others."""
-    kinds = SOAK_AT_PHASES if soak else AT_PHASES
+def deck(draw: random.Random, mode: str) -> Iterator[Fault]:
+    """Faults without end, in rounds: of `MIRRORED`, or each phase with the next kind in turn, and
+    the others."""
+    kinds, others = ((SOAK_AT_PHASES, SOAK_ELSEWHERE) if mode == "soak" else
+                     (AT_PHASES, ELSEWHERE))
     for turn in itertools.count():
         cards = [Fault(kind=kinds[(place + turn) % len(kinds)], phase=phase)
-                 for place, phase in enumerate(PHASES)]
-        cards += [Fault(kind=kind) for kind in (SOAK_ELSEWHERE if soak else ELSEWHERE)]
+                 for place, phase in enumerate(PHASES)] if mode != "mirror" else []
+        cards += [Fault(kind=kind) for kind in (MIRRORED if mode == "mirror" else others)]
         draw.shuffle(cards)
         yield from cards
 
 
-def mirror_deck(draw: random.Random) -> Iterator[Fault]:
-    """Faults without end, in rounds of `MIRRORED`."""
-    while True:
-        yield from (Fault(kind=kind) for kind in draw.sample(MIRRORED, len(MIRRORED)))
-
-
-def sizes(faults: int, *, mirror: bool) -> list[int]:
+def sizes(faults: int, mode: str) -> list[int]:
     """Faults of each run, none more than allowed; without a mirror every shape has a run, if there
     are enough."""
-    runs = (-(-faults // MOST_MIRRORED) if mirror else
+    runs = (-(-faults // MOST_MIRRORED) if mode == "mirror" else
             max(-(-faults // MOST_FAULTS), min(faults, len(SHAPES))))
     return [faults // runs + (number < faults % runs) for number in range(runs)]
 
 
-def setting(number: int, seed: int, *, soak: bool = False, mirror: bool = False) -> Setting:
+def setting(number: int, seed: int, mode: str) -> Setting:
     """The setting of a run: all combinations come within four laps over the shapes."""
-    lap, place = divmod(number, len(SHAPES))
-    ranks, micro_batches = SHAPES[place]
+    shapes = ELASTIC_SHAPES if mode == "elastic" else SHAPES
+    lap, place = divmod(number, len(shapes))
+    ranks, micro_batches = shapes[place]
     return Setting(
-        ranks=ranks, micro_batches=micro_batches, seed=seed, soak=soak, mirror=mirror,
-        sync_bn=("auto", "off")[(place + lap) % 2], workers=(0, 2)[(place // 2 + lap // 2) % 2],
+        ranks=ranks, micro_batches=micro_batches, seed=seed, mode=mode,
+        sync_bn=("auto", "off")[(place + lap) % 2 if mode != "elastic" else 0],
+        workers=(0, 2)[(place // 2 + lap // 2) % 2],
     )  # fmt: skip
 
 
 def plan(number: int, count: int, cards: Iterator[Fault], left: list[Fault],
-         draw: random.Random, *, seed: int, soak: bool = False, mirror: bool = False) -> Run:
+         draw: random.Random, *, seed: int, mode: str) -> Run:
     """The next run, with `count` faults from `left` (what is taken is removed), then `cards`. One
-    of them is a loss of all disks, with `mirror`."""
-    chosen = setting(number, seed, soak=soak, mirror=mirror)
-    hand = [Fault(kind=LOSSES[number % len(LOSSES)])] if mirror else []
+    of them is a loss of all disks, with a mirror."""
+    chosen = setting(number, seed, mode)
+    hand = [Fault(kind=LOSSES[number % len(LOSSES)])] if mode == "mirror" else []
     passed: list[Fault] = []
     while len(hand) < count:
         card = left.pop(0) if left else next(cards)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib
 import itertools
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
-from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED, ConfigError
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from trainer.resilience import processes
 from trainer.storage.jsonl import newest_step
 from trainer.storage.layout import EVENTS, IDENTITY, METRICS
@@ -33,24 +33,7 @@ GONE_S = 20.0
 """How long orphans may live after the end of a run: 5 s, more on a busy machine."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1
-MOST_SHOWN = 3
-"""Differences that are reported of one run."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a disturbed run ended."""
-
-    fired: tuple[Fault, ...]
-    """The faults that happened."""
-    starts: int
-    launches: int
-    """How often the command was given."""
-    wall_s: float
-    folder: Path
-    """The run folder in which the run ended."""
-    problem: str | None
-    """Why the run did not end as it should, if so."""
+MOST_SHOWN = 3  # differences of one run
 
 
 class Launcher:
@@ -95,46 +78,53 @@ class Launcher:
         return next(iter(children(launcher)), None) if self.kind != "torchrun" else None
 
 
-def train(watch: Watch, *, limit_s: float) -> Result:
-    """Give the run's command, again after each stop, until it is complete, and disturb it.
-
-    The output goes to a file next to the run folder.
-    """
-    began_s, launches, problem = time.monotonic(), 0, None
-    while problem is None:
-        launches += 1
-        code = watch.follow(watch.start(), until_s=began_s + limit_s)
-        if code == EXIT_COMPLETE:
-            break
-        problem = (f"not complete after {limit_s:.0f} s" if code is None else
-                   watch.problem(code))
-    wall_s = time.monotonic() - began_s
-    if left := watch.wait_gone():
-        problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    return Result(fired=watch.fired(), starts=watch.starts(), launches=launches, wall_s=wall_s,
-                  folder=watch.folder, problem=problem)
-
-
 class Watch:
     """Starts and follows the launchers of one run, and strikes from outside when it is time."""
 
     def __init__(self, run: Run, folder: Path, launcher: Launcher) -> None:
         self.injected = [fault for fault in run.faults if fault.kind not in OUTSIDE]
-        self.killed_launcher = False
+        self.faults, self.killed_launcher = len(run.faults), False
         self._num_ranks = run.setting.ranks
         self.folder, self._launcher = folder, launcher
         self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
         self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
         self._known: set[tuple[int, int]] = set()  # (pid, start) of every process that was seen
         self._group: set[int] = set()  # the ranks of the present attempt
-        self._starts = self._step = 0
+        self._starts, self._step = 0, 0
         self._due_s: float | None = None
         self._arguments = run.setting.arguments(str(folder))
+        self.sizes = list[int]()
+        """Number of ranks of each launch."""
         for fault in self.injected:
             self._arguments += ["--inject", str(fault)]
+        self.wall_s, self.fired = 0.0, tuple[Fault, ...]()
+        """Seconds of the run, and the faults that happened."""
+
+    def train(self, *, limit_s: float) -> str | None:
+        """Give the run's command, again after each stop, until it is complete, and disturb it. The
+        output goes to a file next to the run folder.
+
+        Returns:
+            why the run did not end as it should, if so.
+        """
+        began_s, problem = time.monotonic(), None
+        while problem is None:
+            code = self.follow(self.start(), until_s=began_s + limit_s)
+            if code == EXIT_COMPLETE:
+                break
+            problem = (f"not complete after {limit_s:.0f} s" if code is None else
+                       self.problem(code))
+        self.wall_s = time.monotonic() - began_s
+        if left := self.wait_gone():
+            problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
+        told = {e["fault"] for e in read_events(self.folder / EVENTS) if e["event"] == "fault"}
+        self.fired = (*(fault for fault in self.injected if str(fault) in told),
+                      *(fault for fault, starts in self._struck if self._happened(fault, starts)))
+        return problem
 
     def start(self) -> int:
         """Give the command; the pid of the launcher."""
+        self.sizes.append(self._num_ranks)
         return self._launcher.start(self._num_ranks, self._arguments,
                                     self.folder.with_suffix(".log"))
 
@@ -153,13 +143,6 @@ class Watch:
                 kill({pid, *self._living()})
         _, status = os.waitpid(pid, 0)
         return None if timed_out else os.waitstatus_to_exitcode(status)
-
-    def fired(self) -> tuple[Fault, ...]:
-        """Faults that happened: those in the run's events, and those done from outside."""
-        told = {e["fault"] for e in read_events(self.folder / EVENTS) if e["event"] == "fault"}
-        injected = [fault for fault in self.injected if str(fault) in told]
-        return (*injected, *(fault for fault, starts in self._struck
-                             if self._happened(fault, starts)))
 
     def _happened(self, fault: Fault, starts: int) -> bool:
         """Whether the ranks were started again after a strike."""
@@ -215,6 +198,17 @@ class Watch:
             "ranks": [*ranks], "launcher": [launcher], "server": [self._launcher.server(launcher)]}
         kill(victims[fault.kind])
         return True
+
+
+class ElasticWatch(Watch):
+    """Each launch has 1 to 4 ranks, and none restarts them: a death ends it."""
+
+    def start(self) -> int:
+        self._num_ranks = random.Random(f"{self.folder.name} {len(self.sizes)}").randint(1, 4)
+        return super().start()
+
+    def problem(self, code: int) -> str | None:
+        return None if code == EXIT_FAILURE else super().problem(code)
 
 
 def kill(pids: Iterable[int | None]) -> None:

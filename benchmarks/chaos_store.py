@@ -28,7 +28,7 @@ SLOW_S, FAILING = 0.6, 0.5
 """Longest delay of a request at a slow store; share of the requests that get a 5xx."""
 LATEST_S = 3.0
 """How long after the death of its sender a request may arrive."""
-BUCKET = "chaos"
+BUCKET = "benchmark"
 
 
 class FaultyStore(ServerProxy):
@@ -36,16 +36,16 @@ class FaultyStore(ServerProxy):
     its store from now on."""
 
     def __init__(self, seed: int) -> None:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.chaos_store", str(seed)], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=reporting.environment())
-        assert self._process.stdout is not None
-        if not (ports := self._process.stdout.readline().split()):
+        assert self.process.stdout is not None
+        if not (ports := self.process.stdout.readline().split()):
             raise SystemExit("the store did not start; pip install 'moto[server]'")
         store, control = (f"http://127.0.0.1:{port}" for port in ports)
         os.environ |= {"AWS_ENDPOINT_URL": store, "AWS_ACCESS_KEY_ID": "benchmark",
                        "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1",
-                       "AWS_EC2_METADATA_DISABLED": "true"}
+                       "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
         urllib.request.urlopen(urllib.request.Request(
             f"{store}/{BUCKET}", method="PUT", headers={
                 "authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/x"}))

@@ -1,18 +1,16 @@
 """For how long does a save hold up the training, and when is the state durable?
 
-    python -m benchmarks.checkpoint [--sizes 10,100,1000] [--parts stall,overhead]
+    python -m benchmarks.checkpoint [--sizes 10,100,1000]
 
-stall     The time for which the training thread is held, and the time to durable, compared with
-          torch.save, torch.distributed.checkpoint, and a copy of the same tensors into memory that
-          is already in use.
-overhead  The cost of a durable save every 10 steps, as paired blocks of steps with and without.
+The time for which the training thread is held, and the time to durable, compared with torch.save,
+torch.distributed.checkpoint, and a copy of the same tensors into memory that is already in use. The
+disk is that of the current folder.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
@@ -25,14 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks import reporting
-from benchmarks.reporting import in_turn, ratios
+from benchmarks.reporting import in_turn
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 
-BLOCK = 10
-"""Steps from save to save in `overhead`."""
-BATCH = 64
-"""Samples of the forward and backward after a save in `stall`."""
-PARTS = ("stall", "overhead")
 OURS, COPY, FSYNC = "this trainer", "copy in memory", "torch.save + fsync"
 Times = tuple[float, float | None]
 """Seconds held, and seconds until the state is durable."""
@@ -43,11 +36,8 @@ class Savers:
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.alone, self.during = list[float](), list[float]()
-        """Seconds of a forward and backward alone, and during a save."""
         self._subject, self._folder = subject, folder
         self._ours = make_checkpointer(subject, folder / "ours")
-        self._inputs = torch.randn(BATCH, subject.width)
         self._touched = [tensor.clone() for tensor in subject.live]
 
     def close(self) -> None:
@@ -62,25 +52,16 @@ class Savers:
             "dcp.async_save": lambda: self._dcp(dcp.async_save),
         }  # fmt: skip
 
-    def _forward_backward(self) -> float:
-        began = time.perf_counter()
-        self._subject.model(self._inputs).square().mean().backward()
-        seconds = time.perf_counter() - began
-        self._subject.optimizer.zero_grad()
-        return seconds
-
     def _copy(self) -> Times:
         began = time.perf_counter()
         torch._foreach_copy_(self._touched, self._subject.live)
         return time.perf_counter() - began, None
 
     def _save(self) -> Times:
-        self.alone.append(self._forward_backward())
         self._subject.state.progress.step += 1
         began = time.perf_counter()
         self._ours.save("periodic")
         held = time.perf_counter() - began
-        self.during.append(self._forward_backward())
         self._ours.finish_pending(must=True)
         return held, time.perf_counter() - began
 
@@ -123,8 +104,6 @@ def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
     held = {name: figures["held"]["median"] for name, figures in found.items()}
     return {"bytes": subject.bytes, "tensors": len(subject.live),
             "threads": torch.get_num_threads(), "contestants": found,
-            "forward_backward": {"alone": reporting.summary(savers.alone[1:]),
-                                 "during a save": reporting.summary(savers.during[1:])},
             "held_over_copy": held[OURS] / held[COPY], "fsync_over_held": held[FSYNC] / held[OURS]}
 
 
@@ -132,113 +111,27 @@ def show_stall(found: dict[str, Any]) -> str:
     rows = [[name, reporting.spread(figures["held"], 1e3),
              "–" if figures["durable"] is None else reporting.spread(figures["durable"], 1e3)]
             for name, figures in found["contestants"].items()]
-    next_step = ", ".join(f"{reporting.spread(times, 1e3)} ms {when}"
-                          for when, times in found["forward_backward"].items())
     return (f"{found['bytes'] / 1e6:,.0f} MB in {found['tensors']} tensors, {found['threads']} "
             f"threads, n = {found['contestants'][OURS]['held']['n']}; medians (quartiles)\n"
             f"{reporting.table(['', 'held, ms', 'durable, ms'], rows)}\n"
             f"held: {found['held_over_copy']:.2f} × the copy, 1/{found['fsync_over_held']:.1f} "
-            f"of torch.save + fsync; a forward and backward takes {next_step}\n")
-
-
-def measure_overhead(
-    megabytes: float, ratio: float, threads: int, pairs: int, folder: Path
-) -> dict[str, Any]:
-    """Blocks of `BLOCK` steps, in turn with a save at their start and without.
-
-    Args:
-        ratio: s = state bytes / (bytes per second to the disk × seconds per step); the steps are
-            made as long as it needs.
-        threads: that the steps compute with.
-    """
-    torch.set_num_threads(threads)
-    subject = make_subject(megabytes)
-    ours = make_checkpointer(subject, folder / "overhead")
-
-    def save() -> None:
-        subject.state.progress.step += 1
-        ours.save("periodic")
-
-    def save_durably() -> float:
-        began = time.perf_counter()
-        save()
-        ours.settle()
-        return time.perf_counter() - began
-
-    def steps(count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            subject.optimizer.zero_grad(set_to_none=True)
-            subject.model(inputs).square().mean().backward()
-            subject.optimizer.step()
-        return time.perf_counter() - began
-
-    rate = subject.bytes / statistics.median([save_durably() for _ in range(5)][1:])
-    step_s = subject.bytes / rate / ratio
-    batch = 256
-    for _ in range(5):
-        inputs = torch.randn(batch, subject.width)
-        batch = max(8, round(batch * step_s / min(steps(1) for _ in range(3))))
-
-    def block(begin: Callable[[], None]) -> tuple[float, float]:
-        """Seconds, and the training thread's processor time, which other work does not prolong."""
-        began = time.perf_counter(), time.thread_time()
-        begin()
-        steps(BLOCK)
-        seconds = time.perf_counter() - began[0], time.thread_time() - began[1]
-        ours.finish_pending(must=True)
-        return seconds
-
-    blocks = in_turn({"without": lambda: block(lambda: None), "with": lambda: block(save)}, pairs,
-                     warm=0)
-    ours.close()
-    cost, cpu_cost = (
-        reporting.summary([ratio - 1 for ratio in ratios([times[clock] for times in blocks["with"]],
-                                                         [times[clock] for times in
-                                                          blocks["without"]])])
-        for clock in (0, 1))
-    step_s = statistics.median(wall for wall, _ in blocks["without"]) / BLOCK
-    return {"bytes": subject.bytes, "threads": threads, "bytes_per_s": rate, "step_s": step_s,
-            "s": subject.bytes / rate / step_s, "cost": cost, "cpu_cost": cpu_cost}
-
-
-def show_overhead(found: list[dict[str, Any]]) -> str:
-    rows = [[f"{f['threads']}", f"{f['bytes'] / 1e6:,.0f}", f"{f['bytes_per_s'] / 1e6:,.0f}",
-             f"{f['step_s'] * 1e3:,.0f}", f"{f['s']:.2f}", reporting.spread(f["cost"], 100, 2),
-             reporting.spread(f["cpu_cost"], 100, 2), str(f["cost"]["n"])] for f in found]
-    head = ["threads that compute", "MB", "MB/s durable", "step, ms", "s", "cost, %",
-            "cost in processor time of the training thread, %", "n"]
-    return f"a durable save every {BLOCK} steps\n{reporting.table(head, rows)}\n"
+            f"of torch.save + fsync\n")
 
 
 def main() -> None:
     parser = reporting.parser("checkpoint", __doc__)
     parser.add_argument("--sizes", type=reporting.numbers, default="10,100,1000",
                         help="of the state in MB (%(default)s)")
-    parser.add_argument("--parts", type=reporting.some_of(PARTS), default=",".join(PARTS),
-                        help="(%(default)s)")
     parser.add_argument("--repeats", type=int, help="of each contestant; default: 20, at 1 GB 5")
-    parser.add_argument("--threads", type=int, help="that copy and compute; default: all cores")
-    parser.add_argument("--folder", type=Path, default=".",
-                        help="on the disk to measure (%(default)s)")
     options = parser.parse_args()
-    machine = reporting.machine()
-    found: dict[str, Any] = {"machine": machine, "stall": [], "overhead": []}
-    threads = options.threads or machine["cores"]
-    for size in options.sizes if "stall" in options.parts else ():
-        torch.set_num_threads(threads)
-        repeats = options.repeats or (20 if size < 500 else 5)
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            found["stall"].append(measure_stall(size, repeats, Path(folder)))
-        print(show_stall(found["stall"][-1]), flush=True)
-    if "overhead" in options.parts:
-        size = min(options.sizes, key=lambda s: abs(s - 100))
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            found["overhead"] = [
-                measure_overhead(size, ratio, busy, options.repeats or 8, Path(folder))
-                for ratio, busy in ((1.0, 1), (0.3, threads))]
-        print(show_overhead(found["overhead"]), flush=True)
-    reporting.print_json("checkpoint", **found)
+    machine, found = reporting.machine(), []
+    torch.set_num_threads(machine["cores"])
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            found.append(measure_stall(size, options.repeats or (20 if size < 500 else 5),
+                                       Path(folder)))
+        print(show_stall(found[-1]), flush=True)
+    reporting.print_json("checkpoint", machine=machine, stall=found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What does each optimisation gain on one CUDA card, and for how long does a save stall it?
 
-    python -m benchmarks.gpu [--models …] [--rounds N] [--limit-s 440]
+    python -m benchmarks.gpu [--rounds N] [--limit-s 440]
     python -m benchmarks.gpu --dry-run
 
 Each optimisation is added to those before it. All versions of a model are built and warmed up
@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,10 +33,8 @@ from trainer.tasks.gpt import GPT
 WARM_UP = 4
 TURN_S = 0.5
 """About how long a turn takes, in steps of at least one."""
-LEVERS = ("fp32", "tf32", "bf16", "channels_last", "compile", "fused AdamW", "reduce-overhead",
-          "prefetch")
-"""Optimisations, each used with those before it. channels_last is for images only; reduce-overhead
-compiles to CUDA graphs; prefetch copies batches a step ahead from pinned memory."""
+LEVERS = ("fp32", "tf32", "bf16", "channels_last", "compile", "fused AdamW")
+"""Optimisations, each used with those before it. channels_last is for images only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,41 +43,30 @@ class Subject:
 
     name: str
     make: Callable[[], nn.Module]
-    batch: int
-    """Images or sequences per step."""
+    batch: int  # images or sequences per step
     host: Callable[[int], tuple[Tensor, Tensor]]
     """Makes a batch on the host: inputs (uint8 images or int64 tokens) and labels."""
     images: bool = True
 
 
 def subjects(*, tiny: bool) -> list[Subject]:
-    """ResNet-50 (224²), ResNet-18 (32²), a GPT of 124M parameters; `tiny` versions for a CPU."""
-    def pictures(size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        return lambda count: (torch.randint(256, (count, 3, size, size), dtype=torch.uint8),
-                              torch.randint(classes, (count,)))
-
-    def resnet50() -> nn.Module:
-        return resnet.ResNet(resnet.Bottleneck, [1] * 4 if tiny else [3, 4, 6, 3])
-
-    def resnet18() -> nn.Module:
-        model = resnet.ResNet(resnet.BasicBlock, [1 if tiny else 2] * 4, num_classes=10)
-        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # as is usual for 32x32
-        model.maxpool = nn.Identity()
-        return model
-
+    """ResNet-50 (224²) and a GPT of 124M parameters; `tiny` versions for a CPU."""
+    size = 32 if tiny else 224
     gpt = ({"tokens": 64, "context": 16, "layers": 2, "heads": 2, "width": 32} if tiny else
            {"tokens": 50304, "context": 1024, "layers": 12, "heads": 12, "width": 768})
+
+    def pictures(count: int) -> tuple[Tensor, Tensor]:
+        return (torch.randint(256, (count, 3, size, size), dtype=torch.uint8),
+                torch.randint(1000, (count,)))
 
     def text(count: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(gpt["tokens"], (count, gpt["context"] + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return [
-        Subject("ResNet-50, 224²", resnet50, 2 if tiny else 256,
-                pictures(32 if tiny else 224, 1000)),
-        Subject("ResNet-18, 32²", resnet18, 2 if tiny else 512, pictures(32, 10)),
-        Subject("GPT, 124M", lambda: GPT(**gpt), 2 if tiny else 8, text, images=False),
-    ]
+    blocks = [1] * 4 if tiny else [3, 4, 6, 3]
+    return [Subject("ResNet-50, 224²", lambda: resnet.ResNet(resnet.Bottleneck, blocks),
+                    2 if tiny else 256, pictures),
+            Subject("GPT, 124M", lambda: GPT(**gpt), 2 if tiny else 8, text, images=False)]
 
 
 class Trainee:
@@ -96,25 +84,20 @@ class Trainee:
                         torch.contiguous_format)
         self.model = subject.make().to(device)
         self.model.to(memory_format=self._format)  # type: ignore[call-overload]
-        mode = "reduce-overhead" if "reduce-overhead" in levers else "default"
-        options = {"mode": mode} if compiles else {"backend": "eager"}
         self._forward: Any = self.model
         if "compile" in levers:
-            self._forward = torch.compile(self.model, **options)  # type: ignore[call-overload]
+            self._forward = torch.compile(self.model, backend="inductor" if compiles else "eager")
         fused = "fused AdamW" in levers
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused,
                                            foreach=not fused)
-        batches = [subject.host(subject.batch) for _ in range(3)]
-        self._batches = (_prefetched if "prefetch" in levers else _copied)(batches, device)
+        self._batches = itertools.cycle([subject.host(subject.batch) for _ in range(3)])
 
     def step(self) -> None:
         """Copy a batch, forward, backward, update; does not wait for the card."""
         if self.device.type == "cuda":
             set_tf32("tf32" in self._levers)
-            if "reduce-overhead" in self._levers:
-                torch.compiler.cudagraph_mark_step_begin()
         self.optimizer.zero_grad(set_to_none=True)
-        inputs, labels = next(self._batches)
+        inputs, labels = (part.to(self.device) for part in next(self._batches))
         self.loss(inputs, labels).backward()
         self.optimizer.step()
 
@@ -125,35 +108,6 @@ class Trainee:
         with torch.autocast(self.device.type, torch.bfloat16, enabled="bf16" in self._levers):
             logits = self._forward(inputs)
         return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
-
-
-def _copied(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
-    """Batches from pageable memory, whose copy is waited for."""
-    while True:
-        for batch in batches:
-            yield tuple(part.to(device) for part in batch)
-
-
-def _prefetched(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
-    """Batches from pinned memory, copied a step ahead on a separate stream."""
-    if device.type != "cuda":
-        yield from _copied(batches, device)
-    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches]
-    stream = torch.cuda.Stream(device)
-
-    def fetch(number: int) -> tuple[Tensor, ...]:
-        with torch.cuda.stream(stream):
-            return tuple(part.to(device, non_blocking=True)
-                         for part in pinned[number % len(pinned)])
-
-    ahead, number = fetch(0), 0
-    while True:
-        number += 1
-        torch.cuda.current_stream().wait_stream(stream)
-        for part in ahead:
-            part.record_stream(torch.cuda.current_stream())
-        ready, ahead = ahead, fetch(number)
-        yield ready
 
 
 def count_flops(trainee: Trainee) -> int:
@@ -181,7 +135,6 @@ def matmul_rate(device: torch.device, size: int, repeats: int) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all work that the card was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -190,8 +143,7 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
             ) -> dict[str, Any]:
     """Lever → figures. Levers that would be built after the deadline are left out."""
     dry = device.type == "cpu"
-    trainees, found, left_out = dict[str, Trainee](), dict[str, dict[str, Any]](), list[str]()
-    flops = 0
+    trainees, found, flops = dict[str, Trainee](), dict[str, dict[str, Any]](), 0
 
     def steps(trainee: Trainee, count: int) -> float:
         synchronise(device)
@@ -204,14 +156,14 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
     names = [name for name in LEVERS if subject.images or name != "channels_last"]
     for place, lever in enumerate(names):
         if time.monotonic() > deadline_s and not dry:
-            left_out.append(lever)
-            continue
+            print(f"left out, no time: {', '.join(names[place:])}")
+            break
         began = time.perf_counter()
         trainee = Trainee(subject, names[:place + 1], device, compiles=not dry)
         flops = flops or count_flops(trainee)
         steps(trainee, 1 if dry else WARM_UP)
         found[lever] = {"warm_up_s": time.perf_counter() - began}
-        if not dry and "reduce-overhead" not in names[:place + 1]:  # a graph keeps its memory
+        if not dry:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             steps(trainee, 1)
@@ -233,21 +185,20 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
     del trainee, trainees, turns  # and their memory on the card
     gc.collect()
     if not dry:
-        torch.compiler.reset()  # CUDA graphs keep their memory
+        torch.compiler.reset()
         torch.cuda.empty_cache()
-    return {"batch": subject.batch, "flops_per_step": flops, "levers": found, "left_out": left_out}
+    return {"batch": subject.batch, "flops_per_step": flops, "levers": found}
 
 
 def show(name: str, found: dict[str, Any], *, dry: bool) -> str:
     rows = [[lever, *["–"] * 6] if dry else
             [lever, reporting.spread(f["samples_per_s"]), reporting.spread(f["speedup"], digits=2),
              f"{f['speedup_in_all']['median']:.2f}", f"{100 * f['mfu']:.1f}",
-             f"{f['peak_bytes'] / 1e9:,.2f}" if "peak_bytes" in f else "–",
-             f"{f['warm_up_s']:.1f}"] for lever, f in found["levers"].items()]
+             f"{f['peak_bytes'] / 1e9:,.2f}", f"{f['warm_up_s']:.1f}"]
+            for lever, f in found["levers"].items()]
     head = [name, "samples/s", "× the one before", "× fp32", "MFU, %", "memory of a step, GB",
             "ready after, s"]
-    left = f"\nleft out, no time: {', '.join(found['left_out'])}" if found["left_out"] else ""
-    return f"{reporting.table(head, rows)}{left}\n"
+    return f"{reporting.table(head, rows)}\n"
 
 
 def measure_stall(
@@ -276,7 +227,6 @@ def measure_stall(
 
 def main() -> None:
     parser = reporting.parser("gpu", __doc__)
-    parser.add_argument("--models", help="parts of their names, separated by commas; default: all")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
     parser.add_argument("--limit-s", type=float, default=440.0,
                         help="each model has its share; optimisations that are not built in it are "
@@ -288,11 +238,7 @@ def main() -> None:
         parser.error("this needs a CUDA card; --dry-run tries the script on the CPU.")
     began_s, device = time.monotonic(), torch.device("cpu" if dry else "cuda")
     torch.backends.cudnn.benchmark = True
-    known = subjects(tiny=dry)
-    chosen = [subject for subject in known if not options.models
-              or any(part in subject.name for part in options.models.split(","))]
-    if not chosen:
-        parser.error(f"--models {options.models}: there are {', '.join(s.name for s in known)}.")
+    chosen = subjects(tiny=dry)
     machine = reporting.machine()
     machine["card"] = None if dry else torch.cuda.get_device_name()
     rate = matmul_rate(device, 64 if dry else 8192, 3 if dry else 20)
@@ -305,10 +251,10 @@ def main() -> None:
         found[subject.name] = measure(subject, device, rate, 1 if dry else options.rounds,
                                       deadline_s)
         print(show(subject.name, found[subject.name], dry=dry), flush=True)
-    stall = measure_stall(known[-1], device, 2 if dry else 10)
+    stall = measure_stall(chosen[-1], device, 2 if dry else 10)
     host, copies = ("–" if dry else reporting.spread(stall[name], 1e3)
                     for name in ("host", "copies"))
-    print(f"a snapshot of {known[-1].name} holds the host for {host} ms, and its copies are "
+    print(f"a snapshot of {chosen[-1].name} holds the host for {host} ms, and its copies are "
           f"complete after {copies} ms\n{time.monotonic() - began_s:.0f} s in all")
     reporting.print_json("gpu", machine=machine, dry_run=dry, bf16_matmul_flops_per_s=rate,
                          models=found, stall=stall)

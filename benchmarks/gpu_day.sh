@@ -63,7 +63,7 @@ stage nan 150 "$(launch nan $nan) && $(launch nan-killed $nan --inject kill:rank
 stage stop 120 "$(launch stop --inject term:step=7); [ \$? = 75 ] && $(launch stop) && $train compare $out/straight $out/stop"
 wait
 left=$((end - SECONDS))
-stage speed $left "$python" -m benchmarks.gpu $dry --models ResNet-50,GPT --limit-s $((left > 140 ? left - 90 : 50))
+stage speed $left "$python" -m benchmarks.gpu $dry --limit-s $((left > 140 ? left - 90 : 50))
 grep "^|\|^$\|snapshot of" "$out/speed.log"
 failed=$(sed -n 's/^FAILED  \([a-z]*\).*/\1/p' "$out/results" | paste -sd' ')
 echo "$SECONDS s; failed: ${failed:-none}; logs: $out"

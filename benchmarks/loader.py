@@ -1,6 +1,6 @@
 """How fast are batches made, and does a step wait for them, with this loader and with others?
 
-    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--files] [--lengths]
+    python -m benchmarks.loader [--workers 0,2] [--rounds N] [--files] [--lengths]
 
 With --files the data are in files (benchmarks/loader_files.py). With --lengths the small GPT learns
 a text in pieces of 5 to 200 bytes, read in a random order and by `--data.sampler like-length`: the
@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional, utils
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
-from torchvision.transforms import v2
 
 from benchmarks import reporting
 from benchmarks.reporting import in_turn, ratios
@@ -42,11 +40,10 @@ from trainer.telemetry.events import Log
 
 MICRO, MICRO_BATCHES, CLIP_NORM = 32, 4, 5.0
 CPU = torch.device("cpu")
-NAMES = ("trainer", "by hand", "v2 a batch", "v2 a sample", "PIL a sample")
+NAMES = ("trainer", "by hand", "PIL a sample")
 AHEAD = 2
 """Batches that each worker makes ahead."""
-ENDLESS = 10**9
-WANTED_RATIO, WANTED_SHARE = 10.0, 0.03
+ENDLESS, STEPS = 10**9, 32
 
 
 @dataclass
@@ -78,7 +75,7 @@ def contestant(name: str, workers: int) -> Contestant:
     """This trainer's loader, or a DataLoader over the data set of another contestant."""
     if name == "trainer":
         return ours(workers, Images().dataset("train"))
-    data: Any = dataset(name)
+    data: Any = bare_loop.load_data(0)[0] if name == "by hand" else Pictures()
     loader = DataLoader(
         data, MICRO, sampler=RandomSampler(data, num_samples=ENDLESS), drop_last=True,
         num_workers=workers, prefetch_factor=AHEAD if workers else None,
@@ -94,100 +91,61 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-def dataset(name: str) -> Dataset[Any]:
-    """The training images of the sample, for a contestant."""
-    if name == "by hand":
-        return bare_loop.load_data(0)[0]
-    kind = {"v2 a batch": Batches, "v2 a sample": Samples, "PIL a sample": Pictures}[name]
-    return kind()
-
-
-class Samples(Dataset[Any]):
-    """Single images as tensors, by torchvision.transforms.v2."""
+class Pictures(Dataset[Any]):
+    """Single images of the sample as PIL images, by torchvision.transforms."""
 
     def __init__(self) -> None:
-        images, labels, *_ = bare_loop.read_sample()
-        self.pictures, self.labels = images, torch.from_numpy(labels.astype(np.int64))
-        self.images = torch.from_numpy(images.copy()).unsqueeze(1)
-        self.scale = [float(images.mean() / 255)], [float(images.std() / 255)]
-        self.transform: Any = v2.Compose([
-            v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(*self.scale)])
+        self.images, self.labels, *_ = bare_loop.read_sample()
+        scale = [float(self.images.mean() / 255)], [float(self.images.std() / 255)]
+        self.transform = transforms.Compose([
+            transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+            transforms.Normalize(*scale)])
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.transform(self.images[index]), self.labels[index]
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
-class Batches(Samples):
-    """Whole batches by the same transforms, which draw once for a whole batch."""
+def reader(contestant: Contestant, workers: int, seconds: float) -> Callable[[], float]:
+    """Measures samples per second."""
 
-    def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
-        where = torch.tensor(indices)
-        return self.transform(self.images[where]), self.labels[where]
-
-
-class Pictures(Samples):
-    """Single images as PIL images, by torchvision.transforms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = transforms.Compose([
-            transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-            transforms.Normalize(*self.scale)])
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.transform(Image.fromarray(self.pictures[index])), int(self.labels[index])
-
-
-def reader(contestant: Contestant, workers: int, seconds: float
-           ) -> Callable[[], tuple[float, float]]:
-    """Measures samples per second, and per second of this process's processor time."""
-
-    def read() -> tuple[float, float]:
+    def read() -> float:
         for _ in range(2 * AHEAD * workers + 2):
             next(contestant.batches)
-        count, began, began_cpu = 0, time.perf_counter(), time.process_time()
+        count, began = 0, time.perf_counter()
         while (now := time.perf_counter()) - began < seconds:
             next(contestant.batches)
             count += 1
-        samples = count * MICRO
-        return samples / (now - began), samples / (time.process_time() - began_cpu)
+        return count * MICRO / (now - began)
 
     return read
 
 
-class Trainee:
-    """A classifier with its optimizer."""
+def waiting(model: Any, batches: Iterator[Any], steps: int) -> Callable[[], float]:
+    """Measures the share of `steps` steps spent waiting for batches, after one that does not
+    count."""
+    optimizer = optimizers.make_optimizer(Optim(), model.to(memory_format=torch.channels_last))
 
-    def __init__(self, model: Any) -> None:
-        self._model: Any = model.to(memory_format=torch.channels_last)
-        self._optimizer = optimizers.make_optimizer(Optim(), self._model)
-
-    def step(self, batches: Iterator[Any]) -> tuple[float, float]:
-        """Seconds of a step, and of waiting for its batches."""
+    def step() -> tuple[float, float]:
         waited, began = 0.0, time.perf_counter()
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         for _ in range(MICRO_BATCHES):
             asked = time.perf_counter()
             images, labels = next(batches)
             waited += time.perf_counter() - asked
-            (functional.cross_entropy(self._model(images), labels) / MICRO_BATCHES).backward()
-        utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
-        self._optimizer.step()
-        return time.perf_counter() - began, waited
+            (functional.cross_entropy(model(images), labels) / MICRO_BATCHES).backward()
+        utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        return waited, time.perf_counter() - began
 
-    def share(self, batches: Iterator[Any], steps: int) -> Callable[[], float]:
-        """Measures the share of `steps` steps spent waiting, after one that does not count."""
+    def share() -> float:
+        step()
+        waits, wholes = zip(*(step() for _ in range(steps)), strict=True)
+        return sum(waits) / sum(wholes)
 
-        def measure() -> float:
-            self.step(batches)
-            times = [self.step(batches) for _ in range(steps)]
-            return sum(wait for _, wait in times) / sum(whole for whole, _ in times)
-
-        return measure
+    return share
 
 
 def with_one_thread(contestants: Mapping[str, Callable[[], Any]], rounds: int
@@ -211,21 +169,16 @@ def measure(names: tuple[str, ...], make: Callable[[str, int], Contestant], work
                              for key, (count, entrant) in entrants.items()}, rounds)
     shares: dict[str, list[float]] = {}
     if model is not None:
-        trainee = Trainee(model)
-        shares = in_turn({key: trainee.share(entrant.batches, steps)
+        shares = in_turn({key: waiting(model, entrant.batches, steps)
                           for key, (_, entrant) in entrants.items()}, step_rounds)
-    found = {}
-    for key, (count, entrant) in entrants.items():
+    for _, entrant in entrants.values():
         entrant.close()
-        (own, own_cpu), (first, first_cpu) = (
-            zip(*rates[name], strict=True) for name in (key, f"{names[0]}, {count} workers"))
-        found[key] = {
-            "samples_per_s": reporting.summary(own),
-            "first_over_it": reporting.summary(ratios(first, own)),
-            "first_over_it_cpu": None if count else reporting.summary(ratios(first_cpu, own_cpu)),
-            "waiting": reporting.summary(shares[key]) if key in shares else None,
-        }  # fmt: skip
-    return found
+    return {key: {
+        "samples_per_s": reporting.summary(rates[key]),
+        "first_over_it": reporting.summary(ratios(rates[f"{names[0]}, {count} workers"],
+                                                  rates[key])),
+        "waiting": reporting.summary(shares[key]) if shares else None,
+    } for key, (count, _) in entrants.items()}  # fmt: skip
 
 
 def measure_lengths(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -270,12 +223,12 @@ def show_lengths(found: dict[str, dict[str, Any]]) -> str:
          reporting.within(f["over_random"], ".2f")] for name, f in found.items()])
 
 
-def show(found: dict[str, dict[str, Any]]) -> str:
-    rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["first_over_it"]),
-             reporting.spread(f["first_over_it_cpu"]) if f["first_over_it_cpu"] else "–",
-             reporting.spread(f["waiting"], 100, 2)] for name, f in found.items()]
-    return reporting.table(["", "1,000 samples/s", "ours / it", "ours / it, processor time",
-                            "of a CNN step waiting, %"], rows)
+def show(found: dict[str, dict[str, Any]], step: str = "a CNN step") -> str:
+    return reporting.table(["", "samples/s", "first / it", f"of {step} waiting, %"], [
+        [name, reporting.spread(f["samples_per_s"], 1, 0),
+         reporting.spread(f["first_over_it"], 1, 2),
+         reporting.spread(f["waiting"], 100, 2) if f["waiting"] else "–"]
+        for name, f in found.items()])
 
 
 def main() -> None:
@@ -283,37 +236,26 @@ def main() -> None:
     parser.add_argument("--workers", type=reporting.numbers, default="0,2",
                         help="loader processes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few and short turns")
     parser.add_argument("--lengths", action="store_true",
                         help="pieces of different lengths, sorted and unsorted")
     parser.add_argument("--files", action="store_true", help="JPEG files, tars and Parquet")
     options = parser.parse_args()
     machine = reporting.machine()
     if options.lengths:
-        rounds, steps = (3, 4) if options.quick else (options.rounds, 32)
-        found = measure_lengths(rounds, steps)
-        print(f"n = {(rounds + 1) * steps} batches of {MICRO} pieces of 5 to 200 bytes each")
-        print(show_lengths(found))
+        found = measure_lengths(options.rounds, STEPS)
+        print(f"n = {options.rounds} turns of {STEPS} batches\n{show_lengths(found)}")
         reporting.print_json("loader-lengths", machine=machine, contestants=found)
         return
     workers = [int(number) for number in options.workers]
     if options.files:
         from benchmarks import loader_files
 
-        rounds = 2 if options.quick else options.rounds
-        loader_files.report(machine, workers, rounds, 0.3 if options.quick else 1.0)
+        loader_files.report(machine, workers, options.rounds, seconds=1.0)
         return
-    rounds, seconds, few = (3, 0.15, 2) if options.quick else (options.rounds, 0.25, 3)
     torch.manual_seed(0)
-    found = measure(NAMES, contestant, workers, rounds, seconds, model=Images().model(),
-                    step_rounds=few, steps=few)
-    print(f"n = {rounds} turns")
-    print(show(found))
-    first = workers[0]
-    ratio = found[f"PIL a sample, {first} workers"]["first_over_it"]["median"]
-    waiting = found[f"trainer, {first} workers"]["waiting"]["median"]
-    print(f"{first} workers: {ratio:.1f} × PIL a sample (wanted: {WANTED_RATIO:.0f} or more); "
-          f"{100 * waiting:.2f} % of a step waiting (wanted: at most {100 * WANTED_SHARE:.0f} %)")
+    found = measure(NAMES, contestant, workers, options.rounds, 0.25, model=Images().model(),
+                    step_rounds=min(3, options.rounds), steps=3)
+    print(f"n = {options.rounds} turns\n{show(found)}")
     reporting.print_json("loader", machine=machine, contestants=found)
 
 

@@ -25,7 +25,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from benchmarks import reporting
-from benchmarks.loader import AHEAD, CPU, MICRO, Contestant, loader_of, measure, ours
+from benchmarks.loader import AHEAD, CPU, MICRO, Contestant, loader_of, measure, ours, show
 from examples import bare_loop
 from trainer.data.parquet import ParquetStream
 from trainer.data.stream import StreamReader
@@ -192,11 +192,5 @@ def report(machine: dict[str, Any], workers: list[int], rounds: int, seconds: fl
             part = measure(names, functools.partial(make, Path(folder)), workers, rounds, seconds,
                            model=model, step_rounds=min(3, rounds), steps=1)
             found |= part
-            print(f"n = {rounds} turns")
-            header = ["", "samples/s", "first / it", "of a ResNet-18 step waiting, %"]
-            print(reporting.table(header, [
-                [key, reporting.spread(f["samples_per_s"], 1, 0),
-                 reporting.spread(f["first_over_it"], 1, 2),
-                 reporting.spread(f["waiting"], 100, 1) if f["waiting"] else "–"]
-                for key, f in part.items()]))
+            print(f"n = {rounds} turns\n{show(part, 'a ResNet-18 step')}")
     reporting.print_json("loader", machine=machine, contestants=found)

@@ -1,6 +1,6 @@
 """Whether a start and the memory grow with the length of a run.
 
-    python -m benchmarks.long_run [--rounds 5] [--steps 200000] [--quick]
+    python -m benchmarks.long_run [--lengths 1000 …] [--rounds 5] [--steps 200000]
 
 Start: seconds from the construction of a run to the end of its first new step. The run folder is
 that of a real run, lengthened: metrics.jsonl has N steps, events.jsonl a save in each 100, and the
@@ -15,7 +15,6 @@ squares through the last half.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -31,6 +30,7 @@ from trainer.loop import train
 from trainer.run.warmup import start
 from trainer.storage.jsonl import FileMark
 from trainer.storage.layout import STATE
+from trainer.telemetry.step_timing import resident_mb
 
 TASK = ["--task=benchmarks.small_tasks:TinyMlp", "--batch.global-size=8", "--batch.micro-size=8",
         "--data.workers=0"]
@@ -98,11 +98,6 @@ def start_seconds(folder: Path, length: int) -> float:
     return found[0]
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def memory(saves: str, steps: int, folder: str) -> list[tuple[int, float]]:
     """(step, MB) over a run."""
     found: list[tuple[int, float]] = []
@@ -111,7 +106,7 @@ def memory(saves: str, steps: int, folder: str) -> list[tuple[int, float]]:
 
     def look(step: int) -> None:
         if step % max(1, steps // READINGS) == 0:
-            found.append((step, resident_bytes() / 1e6))
+            found.append((step, resident_mb()))
         if step == steps:
             raise Stop  # the last save would fail
 
@@ -124,10 +119,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=5, help="starts per length (%(default)s)")
     parser.add_argument("--steps", type=int, default=200_000, help="for memory (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="too little for the figures")
     options = parser.parse_args()
-    if options.quick:
-        options.lengths, options.rounds, options.steps = [100, 1000], 1, 2000
     machine = reporting.machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

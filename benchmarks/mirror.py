@@ -16,24 +16,22 @@ another machine. That training has one core, which the uploads share: more cores
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks import reporting
+from benchmarks.chaos_store import BUCKET, FaultyStore
 from benchmarks.peers import WORKS
 from benchmarks.reporting import in_turn, ratios
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
@@ -84,10 +82,6 @@ class Mirrored:
         self.subject.state.progress.step += 1
         self.checkpointer.save(kind)
 
-    def settle(self) -> None:
-        """Wait until the last save is on disk."""
-        self.checkpointer.settle()
-
     def wait(self) -> None:
         """Wait until all is uploaded, verified and pruned."""
         while self.uploads is not None and self.uploads.in_use:
@@ -100,7 +94,7 @@ class Mirrored:
         began = time.perf_counter()
         self.save()
         held = time.perf_counter() - began
-        self.settle()
+        self.checkpointer.settle()
         on_disk = time.perf_counter() - began
         self.wait()
         return held, on_disk, self.log.committed_s - began
@@ -121,7 +115,7 @@ def measure_step(rounds: int, folder: Path) -> dict[str, Any]:
             runs[name] = functools.partial(run.run, WORKS["cnn"].block)
         found = in_turn(runs, rounds, warm=2)
     saved = next((folder / "without").glob("trainer/checkpoints/step-*"))
-    return compared(found, rounds, WORKS["cnn"].block, 1.0,
+    return compared("step: small CNN", found, WORKS["cnn"].block, 1.0,
                     sum(file.stat().st_size for file in saved.iterdir()))
 
 
@@ -141,23 +135,27 @@ def measure_often(url: str, rounds: int, folder: Path) -> dict[str, Any]:
                 subject.model(inputs).square().mean().backward()
                 subject.optimizer.step()
         seconds = time.perf_counter() - began
-        of.settle()
+        of.checkpointer.settle()
         of.wait()
         return seconds / SAVES
 
     found = in_turn({name: (lambda of=of: turn(of)) for name, of in made.items()}, rounds)
     for of in made.values():
         of.close()
-    return compared(found, rounds, BLOCK, 1.0 / BLOCK, subject.bytes)
+    return compared("often: small MLP", found, BLOCK, 1.0 / BLOCK, subject.bytes)
 
 
-def compared(found: dict[str, list[float]], rounds: int, steps: int, scale: float, size: int
+def compared(part: str, found: dict[str, list[float]], steps: int, scale: float, size: int
              ) -> dict[str, Any]:  # fmt: skip
     """Ratios of turns, whose times, multiplied by `scale`, are those of a step."""
-    return {"bytes": size, "n": rounds, "steps": steps,
-            "step_ms": 1e3 * reporting.summary(found["without"])["median"] * scale,
-            "with / without": reporting.interval(ratios(found["with"], found["without"])),
-            "control / without": reporting.interval(ratios(found["control"], found["without"]))}
+    step_ms = 1e3 * reporting.summary(found["without"])["median"] * scale
+    against = {f"{name} / without": reporting.interval(ratios(found[name], found["without"]))
+               for name in ("with", "control")}
+    print(f"{part}, {step_ms:.1f} ms, {size / 1e6:.1f} MB saved every {steps} steps, n = "
+          f"{len(found['without'])} turns; median ratios (95 % interval)")
+    print(reporting.table(["", "ratio"], [[name, reporting.within(ratio)]
+                                          for name, ratio in against.items()]) + "\n")
+    return {"bytes": size, "n": len(found["without"]), "step_ms": step_ms, **against}
 
 
 @contextlib.contextmanager
@@ -181,9 +179,13 @@ def measure_save(url: str, megabytes: float, repeats: int, folder: Path,
             contestants["Lightning, s3fs"] = lambda: (seconds := save(), seconds, seconds)
         found = in_turn(contestants, repeats)
     ours.close()
-    return {"bytes": subject.bytes, "n": repeats, **{
-        name: [reporting.summary(list(column)) for column in zip(*times, strict=True)]
-        for name, times in found.items()}}
+    columns = {name: [reporting.summary(column) for column in zip(*times, strict=True)]
+               for name, times in found.items()}
+    print(f"save: {subject.bytes / 1e6:.0f} MB, n = {repeats}; medians (quartiles)")
+    print(reporting.table(["", "held, ms", "on disk, ms", "in the store, ms"], [
+        [name, *(reporting.spread(column, 1e3, 0) for column in own)]
+        for name, own in columns.items()]) + "\n")
+    return {"bytes": subject.bytes, "n": repeats, **columns}
 
 
 def measure_stop(url: str, megabytes: float, repeats: int, folder: Path) -> dict[str, Any]:
@@ -194,13 +196,15 @@ def measure_stop(url: str, megabytes: float, repeats: int, folder: Path) -> dict
         assert ours.uploads is not None
         began = time.perf_counter()
         ours.save("stop")
-        ours.settle()
+        ours.checkpointer.settle()
         done = ours.uploads.drain(lambda began=began: GRACE_S - (time.perf_counter() - began))
         seconds.append(time.perf_counter() - began)
         within += done
         ours.close()
-    return {"bytes": subject.bytes, "seconds": reporting.summary(seconds), "within": within,
-            "n": repeats}
+    found = reporting.summary(seconds)
+    print(f"stop: {subject.bytes / 1e6:.0f} MB in the mirror after "
+          f"{reporting.spread(found, 1, 2)} s; {within} of {repeats} within {GRACE_S:g} s\n")
+    return {"bytes": subject.bytes, "seconds": found, "within": within, "n": repeats}
 
 
 def count_requests(url: str, megabytes: float, folder: Path) -> dict[str, int]:
@@ -208,47 +212,34 @@ def count_requests(url: str, megabytes: float, folder: Path) -> dict[str, int]:
     ours = Mirrored(make_subject(megabytes), folder / "requests", url)
     ours.times()
     ours.times()
-    counts: collections.Counter[str] = collections.Counter()
-    before = {name: getattr(ObjectStore, name) for name in (
-        "put_new", "put", "replace", "read", "upload", "download", "list", "delete")}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return before[name](*arguments, **options)
-        return call
-
-    try:
-        for name in before:
-            setattr(ObjectStore, name, counted(name))
+    with contextlib.ExitStack() as stack:
+        calls = {name: stack.enter_context(mock.patch.object(
+            ObjectStore, name, autospec=True, side_effect=getattr(ObjectStore, name)))
+            for name in ("put_new", "put", "replace", "read", "upload", "download", "list",
+                         "delete")}
         ours.times()
-    finally:
-        for name, method in before.items():
-            setattr(ObjectStore, name, method)
     ours.close()
-    return dict(counts)
+    counts = {name: call.call_count for name, call in calls.items() if call.called}
+    print("requests of a save: "
+          + ", ".join(f"{count} {name}" for name, count in counts.items()) + "\n")
+    return counts
 
 
 @contextlib.contextmanager
 def peer(python: str, url: str, megabytes: float) -> Iterator[Callable[[], float] | None]:
-    """A function that lets Lightning save and returns the seconds; None without the packages."""
-    if subprocess.run([python, "-c", "import s3fs, pytorch_lightning"],
-                      capture_output=True, check=False).returncode:
-        print("left out: Lightning; --lightning PYTHON names one with lightning and s3fs")
-        yield None
-        return
+    """A function that lets Lightning save and returns the seconds; None if it does not start."""
     with subprocess.Popen(
-        [python, "-m", "benchmarks.mirror_peer", url, str(megabytes)], text=True,
+        [python, "-m", "benchmarks.lightning_peer", "save", url, str(megabytes)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env=reporting.environment(),
     ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         to, answers = process.stdin, process.stdout
-        while (line := answers.readline()) != "ready\n":
-            if not line:
-                raise SystemExit("Lightning has ended; run python -m benchmarks.mirror_peer by "
-                                 "hand for its error")
+        if "ready\n" not in iter(answers.readline, ""):
+            print("left out: Lightning; --lightning PYTHON names one with lightning and s3fs")
+            yield None
+            return
 
         def save() -> float:
             to.write("\n")
@@ -257,60 +248,6 @@ def peer(python: str, url: str, megabytes: float) -> Iterator[Callable[[], float
 
         yield save
         to.close()
-
-
-@contextlib.contextmanager
-def moto() -> Iterator[str]:
-    """The URL of a bucket of a new server, which the environment variables name."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(server.pid, cores - {min(cores)} or cores)
-    endpoint = f"http://127.0.0.1:{port}"
-    os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "benchmark",
-                   "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1",
-                   "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
-    create = urllib.request.Request(
-        f"{endpoint}/benchmark", method="PUT", headers={
-            "authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/x"})
-    try:
-        for _ in range(600):
-            if server.poll() is not None:
-                raise SystemExit("moto did not start; pip install 'moto[server]'")
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(create, timeout=5)
-                break
-            time.sleep(0.1)
-        yield "s3://benchmark"
-    finally:
-        server.kill()
-        server.wait()
-
-
-def show(found: dict[str, Any]) -> None:
-    for part, what in (("step", "small CNN"), ("often", "small MLP")):
-        if step := found.get(part):
-            print(f"{part}: {what}, {step['step_ms']:.1f} ms, {step['bytes'] / 1e6:.1f} MB saved "
-                  f"every {step['steps']} steps, n = {step['n']} turns; median ratios (95 % "
-                  "interval)")
-            print(reporting.table(["", "ratio"], [
-                [name, reporting.within(step[name])]
-                for name in ("with / without", "control / without")]) + "\n")
-    if save := found.get("save"):
-        print(f"save: {save['bytes'] / 1e6:.0f} MB, n = {save['n']}; medians (quartiles)")
-        print(reporting.table(["", "held, ms", "on disk, ms", "in the store, ms"], [
-            [name, *(reporting.spread(column, 1e3, 0) for column in columns)]
-            for name, columns in save.items() if isinstance(columns, list)]) + "\n")
-    if stop := found.get("stop"):
-        print(f"stop: {stop['bytes'] / 1e6:.0f} MB in the mirror after "
-              f"{reporting.spread(stop['seconds'], 1, 2)} s; {stop['within']} of {stop['n']} "
-              f"within {GRACE_S:g} s\n")
-    if requests := found.get("requests"):
-        print("requests of a save: "
-              + ", ".join(f"{count} {name}" for name, count in sorted(requests.items())) + "\n")
 
 
 def main() -> None:
@@ -324,7 +261,10 @@ def main() -> None:
                         help="interpreter that has lightning and s3fs; default: this one")
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": reporting.machine()}
-    with tempfile.TemporaryDirectory(prefix="mirror-") as name, moto() as url:
+    store, cores, url = FaultyStore(seed=0), os.sched_getaffinity(0), f"s3://{BUCKET}"
+    for thread in os.listdir(f"/proc/{store.process.pid}/task"):
+        os.sched_setaffinity(int(thread), cores - {min(cores)} or cores)
+    with tempfile.TemporaryDirectory(prefix="mirror-") as name:
         folder, size, repeats = Path(name), options.megabytes, options.repeats
         parts: dict[str, Callable[[], Any]] = {
             "step": lambda: measure_step(options.pairs, folder),
@@ -335,8 +275,7 @@ def main() -> None:
         for part in sorted(options.parts, key=PARTS.index):
             with one_core() if part in ("step", "often") else contextlib.nullcontext():
                 found[part] = parts[part]()
-            show({part: found[part]})
-    print(json.dumps({"benchmark": "mirror", **found}))
+    reporting.print_json("mirror", **found)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,8 @@ MODELS = {
 }  # fmt: skip
 """The tiny MLP (2-128-128-3), and the small CNN of the default recipe without validations: 128
 samples per step, in micro-batches of 32, of 64, or in one."""
-WARM_UP = 60
-BLOCK = 25
-"""Steps of the trainer, then as many by hand, in turn."""
+WARM_UP, BLOCK = 60, 25
+"""Steps that do not count; steps of the trainer, then as many by hand, in turn."""
 NAMES = ("step", "step by hand", "rest", "rest by hand")
 MORE, WATCHING, CONTROL = "more", "watching", "control"
 """By what share the trainer's median step is longer than that by hand, block by block; seconds that

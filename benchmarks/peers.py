@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import trainer.__main__
 import trainer.loop
 from benchmarks import reporting
-from benchmarks.loader import dataset, unchanged
+from benchmarks.loader import Pictures, unchanged
 from benchmarks.small_tasks import SmallResNet, TinyMlp
 from examples import bare_loop
 from trainer.distributed import allocator
@@ -138,7 +138,7 @@ def usual_steps(rank: int, ranks: int) -> Iterator[None]:
     optimizer = bare_loop.make_optimizer(model)
     schedule = bare_loop.make_schedule(optimizer, FOREVER)
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    loader = loader_of(dataset("PIL a sample"), work, rank, ranks, num_workers=2)
+    loader = loader_of(Pictures(), work, rank, ranks, num_workers=2)
     running, correct = 0.0, 0
     for number, (inputs, targets) in enumerate(epochs(loader), start=1):
         outputs = wrapped(inputs)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks import lightning_peer, reporting
 from trainer.storage.jsonl import newest_step, read_records
@@ -45,25 +45,21 @@ PHASES = {
     "first batch and step": ("train", "first-step"), "next step": ("first-step", "new-step"),
 }  # fmt: skip
 """Phase → what it begins and ends with. torchrun, and Lightning under it, tell fewer of these."""
-LAUNCHERS = ("launch", "torchrun", "lightning")
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """For Lightning: otherwise torchrun's agent keeps one store for all attempts, where the ranks of
 the second find the addresses of the first ("Gloo connectFullMesh … Connection refused")."""
-Deaths = list[tuple[int, int]]
-"""(step, rank) of each."""
-T = TypeVar("T")
 
 
 def measure(launcher: str, repeats: range, folder: Path) -> list[dict[str, Any]]:
     """Kill a rank at each of `repeats` in one run; the times of everything, for each death."""
     folder.mkdir(exist_ok=True)
-    deaths = [(EVERY * (place + 1) + 2, number % 2 * (RANKS - 1))
+    deaths = [(EVERY * (place + 1) + 2, number % 2 * (RANKS - 1))  # (step, rank)
               for place, number in enumerate(repeats)]
     watch = measure_lightning if launcher == "lightning" else measure_trainer
     return watch(launcher, deaths, folder)
 
 
-def measure_trainer(launcher: str, deaths: Deaths, folder: Path) -> list[dict[str, Any]]:
+def measure_trainer(launcher: str, deaths: list[Any], folder: Path) -> list[dict[str, Any]]:
     """Each rank kills itself, by injected faults."""
     run = folder / launcher
     faults = [f"--inject={kind}:rank={rank}:step={step}" for step, rank in deaths
@@ -71,10 +67,9 @@ def measure_trainer(launcher: str, deaths: Deaths, folder: Path) -> list[dict[st
     arguments = ["sample", "--run-dir", str(run), f"--steps={deaths[-1][0] + 1}",
                  "--eval.every=off", f"--checkpoint.every={EVERY}", *faults]
     with running(launcher, arguments, folder) as process:
-        def wait_for_step(step: int) -> float:
-            return wait_for(process, f"step {step}", lambda: seen(run / METRICS, step))
-
-        made = [wait_for_step(step) for step, _ in deaths]
+        # Lines have no time stamp.
+        made = [wait_for(process, f"step {step}", lambda step=step: time.time() if newest_step(
+            run / METRICS) >= step else None) for step, _ in deaths]
         process.wait(DEADLINE_S)
     events = read_events(run / EVENTS)
     kills = [e["time"] for e in events if e["event"] == "fault" and e["fault"].startswith("kill")]
@@ -89,10 +84,10 @@ def measure_trainer(launcher: str, deaths: Deaths, folder: Path) -> list[dict[st
     ]  # fmt: skip
 
 
-def measure_lightning(launcher: str, deaths: Deaths, folder: Path) -> list[dict[str, Any]]:
+def measure_lightning(launcher: str, deaths: list[Any], folder: Path) -> list[dict[str, Any]]:
     """The rank stands still in the step of its death and reports it; then it is killed."""
     run = folder / launcher
-    arguments = [str(run), f"--steps={deaths[-1][0] + 1}", f"--every={EVERY}",
+    arguments = ["train", str(run), f"--steps={deaths[-1][0] + 1}", f"--every={EVERY}",
                  f"--deaths={json.dumps(deaths)}"]
     kills: list[float] = []
     with running(launcher, arguments, folder) as process:
@@ -149,7 +144,7 @@ def running(launcher: str, arguments: list[str], folder: Path) -> Iterator[subpr
                 process.wait()
 
 
-def wait_for(process: subprocess.Popen, what: str, look: Callable[[], T | None]) -> T:
+def wait_for(process: subprocess.Popen, what: str, look: Callable[[], Any]) -> Any:
     """The first result of `look` that is not None.
 
     Raises:
@@ -158,19 +153,12 @@ def wait_for(process: subprocess.Popen, what: str, look: Callable[[], T | None])
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         ended = process.poll() is not None
-        found = look()
-        if found is not None:
+        if (found := look()) is not None:
             return found
         if ended:
             break
         time.sleep(POLL_S)
     raise TimeoutError(f"{what} was not seen")
-
-
-def seen(metrics: Path, step: int) -> float | None:
-    """The time, if the line of a step is there: lines have no time stamp."""
-    now = time.time()
-    return now if newest_step(metrics) >= step else None
 
 
 def output_of(path: Path) -> str:
@@ -180,13 +168,11 @@ def output_of(path: Path) -> str:
 
 def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians and spread of each recorded phase, in seconds."""
-    return {
-        "seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
-                    for name, (begin, end) in PHASES.items() if {begin, end} <= found[0].keys()},
-        "rank_0_cpu_s": reporting.summary([death["cpu_s"] for death in found]),
-        "steps_lost": reporting.summary([death["lost"] for death in found]),
-        "steps_redone": reporting.summary([death["redone"] for death in found]),
-    }  # fmt: skip
+    return {"seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
+                        for name, (begin, end) in PHASES.items()
+                        if {begin, end} <= found[0].keys()},
+            **{name: reporting.summary([death[name] for death in found])
+               for name in ("cpu_s", "lost", "redone")}}
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
@@ -194,25 +180,23 @@ def show(found: dict[str, dict[str, Any]]) -> str:
                      if name in side["seconds"] else "" for side in found.values())]
             for name in PHASES]
     rows.append(["processor time of rank 0",
-                 *(reporting.spread(side["rank_0_cpu_s"], 1e3, 0) for side in found.values())])
-    rows += [[f"steps {what}", *(f"{side[f'steps_{what}']['median']:.0f}"
-                                 for side in found.values())] for what in ("lost", "redone")]
-    rows.append(["n", *(str(side["rank_0_cpu_s"]["n"]) for side in found.values())])
+                 *(reporting.spread(side["cpu_s"], 1e3, 0) for side in found.values())])
+    rows += [[f"steps {what}", *(f"{side[what]['median']:.0f}" for side in found.values())]
+             for what in ("lost", "redone")]
+    rows.append(["n", *(str(side["cpu_s"]["n"]) for side in found.values())])
     return reporting.table(["ms, median (quartiles)", *found], rows)
 
 
 def main() -> None:
     parser = reporting.parser("recovery", __doc__)
-    parser.add_argument("--launchers", type=reporting.some_of(LAUNCHERS),
-                        default=",".join(LAUNCHERS), help="(%(default)s)")
-    for launcher, option, repeats in (("launch", "", 20), ("torchrun", "torchrun-", 5),
-                                      ("lightning", "lightning-", 5)):
+    launchers = {"launch": ("", 20), "torchrun": ("torchrun-", 5), "lightning": ("lightning-", 5)}
+    for launcher, (option, repeats) in launchers.items():
         parser.add_argument(f"--{option}repeats", type=int, default=repeats, dest=launcher,
                             help=f"deaths under {launcher}, 0: leave it out (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3,
                         help="runs of each launcher, in turn, that share the deaths (%(default)s)")
     options = parser.parse_args()
-    chosen = reporting.installed([name for name in options.launchers if getattr(options, name)])
+    chosen = reporting.installed([name for name in launchers if getattr(options, name)])
     machine = reporting.machine()
     deaths: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory() as folder:

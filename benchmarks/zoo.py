@@ -37,8 +37,7 @@ MODELS = {
 """Row → its task in `examples.other_libraries`, and the library that it needs."""
 FLAGS = ("--steps=8", "--batch.global-size=12", "--batch.micro-size=4", "--eval.every=4",
          "--checkpoint.every=3", "--device=cpu", "--world.threads=1", "--data.workers=0")
-LIMIT_S = 120.0
-"""For a run."""
+LIMIT_S = 120.0  # for a run
 
 
 def problem(task: str, folder: Path, launcher: Launcher, *flags: str) -> str | None:
@@ -50,9 +49,8 @@ def problem(task: str, folder: Path, launcher: Launcher, *flags: str) -> str | N
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == EXIT_COMPLETE:
         return None
-    lines = log.read_text().splitlines()
-    return next((line for line in lines if "error:" in line),
-                next((line for line in lines if "failed first" in line), f"exit code {code}"))
+    return next((line for line in log.read_text().splitlines()
+                 if "error:" in line or "failed first" in line), f"exit code {code}")
 
 
 def row(task: str, folder: Path, launcher: Launcher) -> list[str]:

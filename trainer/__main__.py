@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
+from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError, TrainerError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder, use_utf8
 from trainer.resilience.stop_signals import attend
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
                 return int(module.main(rest))
-    except ConfigError as error:
+    except TrainerError as error:
         print(f"error: {writable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:

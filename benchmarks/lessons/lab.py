@@ -30,8 +30,6 @@ RUNS = Path("runs/lab")
 EPOCHS = 4
 """Of each command of the page."""
 LIMITS = (0.5, 1.0, 2.0, 5.0)
-ENOUGH = 0.05
-"""The share of late steps that a clip value may clip."""
 
 
 def commands() -> dict[str, list[str]]:
@@ -75,7 +73,7 @@ def share(norms: Sequence[float], limit: float) -> float:
 
 def choose(norms: Sequence[float]) -> float:
     """The smallest round value that clips fewer than 5 % of these steps."""
-    return next(v for v in (*LIMITS, 10.0, 20.0, 50.0, float("inf")) if share(norms, v) < ENOUGH)
+    return next(v for v in (*LIMITS, 10.0, 20.0, 50.0, float("inf")) if share(norms, v) < 0.05)
 
 
 def percentiles(norms: Sequence[float]) -> dict[int, float]:

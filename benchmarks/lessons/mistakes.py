@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.lessons.problem import (
     CLASSES,
@@ -184,25 +185,20 @@ def no_no_grad() -> Found:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)])
     x = torch.randn(512, 256)
 
-    class Kept:
-        live = peak = 0
-
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor.detach()  # the tensor itself would hold its own graph
-            self.size = tensor.nbytes if len(tensor) == len(x) else 0  # weights exist anyway
-            Kept.live += self.size
-            Kept.peak = max(Kept.peak, Kept.live)
-
-        def __del__(self) -> None:
-            Kept.live -= self.size
-
     def peak_bytes(context: Any, keep: bool) -> int:
-        Kept.live = Kept.peak = 0
-        outputs: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor), context:
+        live, peak, outputs = weakref.WeakSet[Tensor](), [0], list[Tensor]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept = tensor.detach()  # the tensor itself would hold its own graph
+            if len(tensor) == len(x):  # weights exist anyway
+                live.add(kept)
+                peak.append(len(live) * kept.nbytes)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept), context:
             for _ in range(20):
                 outputs = [*(outputs if keep else []), model(x)]  # the last one lives on
-        return Kept.peak
+        return max(peak)
 
     dropped, kept, none = (peak_bytes(nullcontext(), False), peak_bytes(nullcontext(), True),
                            peak_bytes(torch.no_grad(), True))
@@ -460,21 +456,12 @@ def one_seed() -> Found:
             f"{equal[1]:.0%}", equal[0] == 1 and equal[1] < 0.6)
 
 
-class _Draws(Dataset):
-    """A numpy draw for each sample."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> float:
-        return float(np.random.rand())
-
-
 def worker_seed() -> Found:
     def epochs(init: Any) -> list[list[float]]:
-        loader = DataLoader(_Draws(), num_workers=1, worker_init_fn=init,
-                            multiprocessing_context="fork")
-        return [[float(v) for v in loader] for _ in range(2)]
+        loader = DataLoader(range(4), num_workers=1, worker_init_fn=init,  # type: ignore[arg-type]
+                            multiprocessing_context="fork",
+                            collate_fn=lambda _: float(np.random.rand()))
+        return [[*loader] for _ in range(2)]
 
     wrong, right = epochs(lambda worker: np.random.seed(42 + worker)), epochs(None)
     return (f"epoch 2 draws {'the same' if wrong[0] == wrong[1] else 'other'} numbers, left alone "

@@ -1,6 +1,6 @@
 """Common mistakes in a training loop, each compared with the correct loop.
 
-    python -m benchmarks.lessons.wrong_orders [--rows NAME,...] [--markdown]
+    python -m benchmarks.lessons.wrong_orders [--rows NAME,...]
 
 An MLP on 512 samples of ten classes, 40 updates, one thread, fixed seeds: a matter of seconds. The
 mistakes are the rows of the table in docs/the-loop.md. The exit code is 1 if a row does not hold.
@@ -48,17 +48,12 @@ def main() -> int:
     parser = reporting.parser("lessons.wrong_orders", __doc__)
     parser.add_argument("--rows", type=reporting.some_of(rows()), default=",".join(rows()),
                         help="names, separated by commas (all)")
-    parser.add_argument("--markdown", action="store_true", help="print the page's table")
     options = parser.parse_args()
     found = measure(options.rows)
-    if options.markdown:
-        print("| row | what is changed | what happens | measured |\n|---|---|---|---|")
-        for row in found:
-            print(f"| `{row['name']}` | {row['change']} | {row['happens']} | {row['measured']} |")
-    else:
-        for row in found:
-            print(f"{row['name']}: {row['change']}\n    → {row['happens']}\n    "
-                  f"{'measured' if row['holds'] else 'DOES NOT HOLD'}: {row['measured']}")
+    print("| row | what is changed | what happens | measured |\n|---|---|---|---|")
+    for row in found:
+        told = row["measured"] if row["holds"] else f"DOES NOT HOLD: {row['measured']}"
+        print(f"| `{row['name']}` | {row['change']} | {row['happens']} | {told} |")
     return int(not all(row["holds"] for row in found))
 
 

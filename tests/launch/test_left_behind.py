@@ -11,7 +11,7 @@ from pathlib import Path
 
 import machine
 import pytest
-from launches import Launch, finish
+from launches import Launch
 from machine import GONE_S, alive, wait_gone
 from runs import TAPE
 
@@ -57,7 +57,7 @@ class Run:
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> None:
+def test_nothing_is_left_behind_and_the_next_start_is_safe(undisturbed, tmp_path: Path) -> None:
     run = Run(tmp_path, "launch")
     with run.launch() as first:
         run.wait_step(first, 40)
@@ -96,8 +96,7 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         run.check_all_gone(pids, sockets, time.monotonic())
 
     run.check_nothing_is_left()
-    straight = finish(tmp_path / "straight", *FLAGS)
-    assert not list(differences(straight.run, run.path))
+    assert not list(differences(undisturbed(2, *FLAGS), run.path))
 
 
 @pytest.mark.long

@@ -17,7 +17,6 @@ from trainer.distributed.sync_batchnorm import SyncBatchNorm, convert
 
 CHANNELS = 5
 DOUBLE = torch.float64
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def samples(number: int, kind: str = "2d", mean: float = 0.0,
@@ -163,20 +162,6 @@ def test_bf16_inputs_have_statistics_in_fp32(ranks: Ranks) -> None:
     torch.testing.assert_close(output.float(), expected["output"], rtol=1e-2, atol=1e-2)
 
 
-def test_when_no_rank_has_a_sample_nothing_changes(ranks: Ranks) -> None:
-    before = layer()
-
-    for result in ranks(2, train_share, before, samples(0).split([0, 0])):
-        assert_unmoved(result, before)
-        assert result["output"].shape == (0, CHANNELS, 3, 4)
-
-
-def assert_unmoved(result: dict[str, Tensor], before: nn.Module) -> None:
-    assert not result["weight.grad"].any()
-    assert not result["bias.grad"].any()
-    assert all(torch.equal(result[name], getattr(before, name)) for name in BUFFERS)
-
-
 def evaluate_or_train_without_grad(shares: Sequence[Tensor]) -> list[Any]:
     """An evaluation on rank 0 alone; a forward without gradients, and the buffers then."""
     convert(module := layer("flat"), 2, "cpu")
@@ -203,33 +188,6 @@ def test_one_value_is_refused_evaluation_does_not_wait_and_grad_is_not_needed(
     for _, trained, buffers in (first, second):
         assert not trained.requires_grad
         torch.testing.assert_close(buffers, dict(expected.named_buffers()))
-
-
-def descend(shares: Sequence[Tensor]) -> list[Tensor]:
-    """The state of a model after three updates, each by the mean over the ranks' gradients."""
-    torch.manual_seed(0)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = nn.Sequential(nn.Conv2d(CHANNELS, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
-                          nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
-    parallel: nn.Module = model
-    if size > 1:
-        convert(model, size, "cpu")
-        parallel = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (parallel(shares[rank]).square().sum() * size / 8).backward()
-        optimizer.step()
-    return [tensor.detach() for tensor in model.state_dict().values()]
-
-
-def test_training_under_ddp_with_an_empty_rank_equals_one_process(ranks: Ranks) -> None:
-    results = ranks(3, descend, samples(4).split([0, 1, 3]))
-
-    for tensors in zip(descend([samples(4)]), *results, strict=True):
-        expected, first, *others = tensors
-        assert all(torch.equal(first, other) for other in others)
-        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
 
 
 class Scaled(nn.BatchNorm2d):

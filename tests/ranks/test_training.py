@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TAPE, run, steps, validations, weights
+from runs import TAPE, run, steps, weights
 from tape_task import Indexed, Tokens, read_tape
 from torch.utils.data import default_collate
 
@@ -76,21 +76,6 @@ def test_a_token_has_the_same_weight_on_any_rank_and_in_any_micro_batch(ranks, t
         assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-6), split
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_learning_rate_and_saves_count_optimizer_steps(ranks, tmp_path, size):
-    arguments = [*tape_arguments(tmp_path / "tape", samples=320), "--epochs=1",
-                 "--checkpoint.every=10", "--checkpoint.keep=9", "--schedule.warmup=4"]  # fmt: skip
-
-    folder = run(ranks, size, tmp_path / "run", *arguments)
-
-    names = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
-    assert names == [f"step-{n:08d}" for n in (10, 20, 30, 40)]
-    rates = [line["lr"] for line in steps(folder)]
-    assert rates[:4] == pytest.approx([3e-3 / 4, 3e-3 / 2, 3e-3 * 3 / 4, 3e-3])
-    assert rates[-1] == pytest.approx(3e-4)
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-
-
 def test_random_numbers_differ_by_sample_epoch_and_rank_and_repeat_with_any_workers(
     ranks, tmp_path
 ):
@@ -116,18 +101,6 @@ def test_random_numbers_differ_by_sample_epoch_and_rank_and_repeat_with_any_work
     randoms = [r for line in lines for r in line["random"]]
     assert len(set(randoms)) == len(randoms)
     assert by_sample[0].keys() == {(e, i) for e in (0, 1) for i in range(16)}
-
-
-def test_validation_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
-    lines = []
-    for size in (1, 2, 3):
-        lines += validations(run(
-            ranks, size, tmp_path / f"run-{size}", *TAPE, "--task.samples=8", "--task.validation=7",
-            "--batch.global-size=6", "--steps=1", "--eval.batch-size=2"))
-
-    assert [line["val_samples"] for line in lines] == [7, 7, 7]
-    for line in lines[1:]:
-        assert line["val_loss"] == pytest.approx(lines[0]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("samples", "arguments", "count"), [

@@ -154,13 +154,6 @@ def test_only_open_uploads_older_than_a_day_are_aborted(server, monkeypatch):
 
 # --- refusals
 
-def test_a_store_that_ignores_conditions_is_refused_at_the_start(tmp_path, server):
-    server.drops_conditions = True
-    machine = Machine(tmp_path / "run", ObjectStore.open(server.bucket()))
-
-    with pytest.raises(ConfigError, match=r"ignores the conditions of a write .*Use a store with"):
-        machine.take(nonce="a")
-
 
 @pytest.mark.parametrize(("status", "kind"), [(403, AccessDenied), (404, Missing),
                                               (500, StoreError)])

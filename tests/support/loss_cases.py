@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from states import make_state
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Outcome
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Clip
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
@@ -110,11 +108,7 @@ def one_step(name: str, sizes: Sequence[int]) -> tuple[float, Tensor]:
     optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
     objective = Objective(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])),
                           num_ranks=1, nominal_count=8, device=device)
-    state = TrainState(
-        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1)
-    step = Step.plain(state, objective,
+    step = Step.plain(make_state(model, optimizer), objective,
                       wrap(objective, group=None, device=device, bucket_mb=1), clip=Clip(norm=0))
     rows = torch.arange(len(output)).split(list(sizes))
     result = step([

@@ -30,7 +30,7 @@ from trainer.checkpoint.manifest import LISTED_FILE, CheckpointInfo, parse_manif
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged, ConfigError, MirrorFailed
 from trainer.storage import layout
-from trainer.storage.files import make_folder, replace_bytes
+from trainer.storage.files import make_folder, read_file, replace_bytes
 from trainer.storage.object_store import Missing, ObjectStore, StoreError, Version
 from trainer.storage.records import (
     Kind,
@@ -194,7 +194,7 @@ class Mirror:
                 data, path = b"".join(self._record(name, *part) for part in parts), folder / name
                 if name in (layout.EVENTS, layout.TIMING) and path.exists():
                     known = set(data.splitlines())
-                    data += b"".join(line for line in path.read_bytes().splitlines(keepends=True)
+                    data += b"".join(line for line in read_file(path).splitlines(keepends=True)
                                      if line.rstrip(b"\n") not in known)
                 replace_bytes(path, [data], mode=0o600 if name == layout.CONFIG else 0o666)
 

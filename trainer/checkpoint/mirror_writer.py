@@ -27,6 +27,7 @@ from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
 from trainer.storage import layout
+from trainer.storage.files import open_regular
 from trainer.storage.object_store import AccessDenied, Conflict, StoreError
 from trainer.storage.open_uploads import abort_open_uploads
 from trainer.telemetry.events import Log
@@ -224,7 +225,7 @@ def _read_parts(path: Path, limit: int | None) -> Iterator[bytes]:
     if not path.exists():
         return
     left = os.path.getsize(path) if limit is None else limit
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         while left > 0 and (data := file.read(min(left, RECORD_BYTES))):
             left -= len(data)
             yield data

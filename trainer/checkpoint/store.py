@@ -196,7 +196,7 @@ class Store:
     def _publish(self, step: int, path: Path) -> CheckpointInfo:
         final, old = self._paths(step)
         with self._guard():
-            replaces = final.is_dir()
+            replaces = os.path.lexists(final)
             if replaces:
                 final.rename(old)
             try:

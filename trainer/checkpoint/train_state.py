@@ -265,8 +265,10 @@ class TrainState:
         self.optimizer.state.clear()
         anew = self._differs(then, "optim.name")
         group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
+        expected = expected_state(self.optimizer)
         for name in [] if anew else [name for name in state if name in live]:
             owner = parameters[name]
+            _check_entries(name, state[name], expected.get(owner, {}))
             in_kernels = any(group_of[owner].get(o) for o in ("capturable", "fused"))
             self.optimizer.state[owner] = {
                 key: value if not isinstance(value, Tensor) else _placed(
@@ -290,6 +292,22 @@ class TrainState:
         """Names of the options of the optimizer that are not as they were."""
         before, now = ({*settings.get("optim.options", ())} for settings in (then, self.settings))
         return {text.partition("=")[0] for text in before ^ now}
+
+
+def _check_entries(
+    name: str, saved: Mapping[str, Any], expected: Mapping[str, Tensor]
+) -> None:
+    """Raises CheckpointDamaged unless the optimizer's state of a parameter is what an update needs.
+    Momentum and a maximum may be missing, if an option has changed."""
+    for key, like in expected.items() if saved else ():
+        value = saved.get(key)
+        if value is None and key in ("momentum_buffer", "max_exp_avg_sq"):
+            continue
+        fits = isinstance(value, Tensor) and value.shape == like.shape and (
+            value.dtype in (like.dtype, torch.float32, torch.bfloat16))
+        if not fits:
+            raise CheckpointDamaged(f"optimizer: {key} of {name} is missing or has another shape "
+                                    "or type")
 
 
 def _placed(value: Tensor, parameter: Tensor, before: Any, *, on_host: bool) -> Tensor:

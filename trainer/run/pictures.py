@@ -88,7 +88,7 @@ class Pictures:
 
             frames = []
             for path in paths:
-                with Image.open(path) as image:
+                with open(open_regular(path), "rb") as file, Image.open(file) as image:
                     frames.append(image.convert("P", palette=Image.Palette.ADAPTIVE))
             first, *others = frames
             data = _encoded(first, "GIF", save_all=True, append_images=others, loop=0,

@@ -25,6 +25,7 @@ from trainer.errors import (
     AlreadyFinished,
     CheckpointDamaged,
     ConfigError,
+    FileDamaged,
     GaveUp,
     LossDidNotFall,
 )
@@ -36,10 +37,10 @@ from trainer.resilience.attempts import (
 )
 from trainer.storage import layout, tensorfile
 from trainer.storage.files import (
+    check_folder,
     display_path,
     make_folder,
     open_regular,
-    refuse_link,
     replace_json,
     when_not_full,
 )
@@ -239,7 +240,10 @@ def take_lock(path: Path, lock: RunLock, world: World) -> str | None:
     """Take the lock of a run folder for this attempt; see `RunLock.take`."""
     make_folder(path)
     for name in layout.FOLDERS:
-        refuse_link(path / name)
+        check_folder(path / name)
+    for name in layout.REPLACED:
+        if (path / name).is_dir():
+            raise FileDamaged(f"{display_path(path / name)}: this is a folder; remove it")
     launcher = None if world.launch.run_id is None else os.getppid()
     warning = lock.take(launcher_pid=launcher, launch_id=launch_id(world))
     world.write_run_dir(lock.holds)
@@ -295,8 +299,7 @@ def launch_id(world: World) -> str | None:
 
 def clean(path: Path) -> None:
     """Remove temporary files of dead attempts; call it at the start of an attempt."""
-    for name in (layout.IDENTITY, layout.CONFIG, layout.ENVIRONMENT, layout.METRICS,
-                 layout.PRODUCT, layout.SUMMARY):
+    for name in (layout.METRICS, *layout.REPLACED):
         for aside in path.glob(f".{name}.*.tmp"):
             aside.unlink(missing_ok=True)
 

@@ -107,10 +107,7 @@ def open_saved_run(
     task = bind_seed(config.task, config.seed)
     model, choice = make_model(task, config, world.device)
     load_weights(model, weights.tensors, f"{run}: --checkpoint {checkpoint}")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in weights.average:
-                parameter.copy_(weights.average[name])
+    load_weights(model, weights.average, f"{run}: the average of the weights", strict=False)
     if weights.optimizer is not None:
         _average_by_optimizer(model, task, config, weights.optimizer)
     model.eval()
@@ -177,11 +174,14 @@ def _read_weights(
         state.circumstances.get("threads"))
 
 
-def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load weights into a model; `where` is their origin, for a message."""
+def load_weights(
+    model: nn.Module, tensors: dict[str, Tensor], where: str, *, strict: bool = True
+) -> None:
+    """Load weights into a model; `where` is their origin, for a message. Unless `strict`, only
+    those that both have."""
     take_shapes(model, tensors)
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict(tensors, strict=strict)
     except RuntimeError as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[1:3])
         raise ConfigError(f"{where}: the weights don't fit the model: {lines}") from error

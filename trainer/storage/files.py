@@ -39,19 +39,20 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a socket or a pipe; a folder
+        # A folder that is a link to itself; a socket or a pipe; a folder.
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
     raise FileDamaged(f"{display_path(path)}: this is no regular file; remove it")
 
 
 def read_file(path: Path, offset: int = 0, *, most: int = LARGEST_RECORD) -> bytes:
     """Read a regular file of up to `most` bytes from an offset on. Raises FileDamaged, OSError."""
-    with open(open_regular(path), "rb", buffering=0) as file:
+    with open(open_regular(path), "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise FileDamaged(f"{display_path(path)}: it has {size:,} bytes, and up to {most:,} "
                               "are read; move it away")
         file.seek(offset)
-        return file.read()
+        return file.read(max(0, size - offset))  # files of /proc have more than their size
 
 
 def write_file(
@@ -80,8 +81,10 @@ def write_file(
 def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
     buffer = memoryview(bytearray(CHUNK))
     with open(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        left = os.fstat(file.fileno()).st_size
+        while count := file.readinto(buffer[:left]):
             on_chunk(buffer[:count])
+            left -= count
 
 
 def make_folder(folder: Path) -> None:
@@ -93,10 +96,17 @@ def make_folder(folder: Path) -> None:
 
 
 def make_subfolder(folder: Path) -> None:
-    """As `make_folder`, for a folder inside a run folder. Raises FileDamaged if it is a link: what
-    is written or deleted there would be outside of the run folder."""
-    refuse_link(folder)
+    """As `make_folder`, for a folder inside a run folder; see `check_folder`."""
+    check_folder(folder)
     make_folder(folder)
+
+
+def check_folder(path: Path) -> None:
+    """Raises FileDamaged if there is something else than a folder, such as a link: what is written
+    or deleted there would be outside of the run folder."""
+    refuse_link(path)
+    if path.exists() and not path.is_dir():
+        raise FileDamaged(f"{display_path(path)}: this is no folder; remove it")
 
 
 def refuse_link(path: Path) -> None:
@@ -119,12 +129,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with its content, or a link to one; another process may do so too."""
+    """Remove a folder with its content, or what is in its place; another process may do so too."""
     with suppress(FileNotFoundError):
-        if folder.is_symlink():
-            folder.unlink()
-        else:
+        if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
+        else:
+            folder.unlink()
 
 
 def when_not_full(

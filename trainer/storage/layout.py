@@ -10,7 +10,9 @@ FOLDERS = (CHECKPOINTS, TENSORBOARD, f"{TENSORBOARD}/train", f"{TENSORBOARD}/val
            COMPILED, PICTURES, STACKS)
 """Folders of a run folder to which a training writes."""
 APPENDED = (METRICS, EVENTS, TIMING, LOCK)
-"""Files of a run folder that a training changes; it replaces the others."""
+"""Files of a run folder that a training changes."""
+REPLACED = (IDENTITY, CONFIG, ENVIRONMENT, PRODUCT, SUMMARY)
+"""Files of a run folder that a training replaces."""
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",
 )  # fmt: skip

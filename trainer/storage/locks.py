@@ -215,7 +215,7 @@ def living_owner(path: Path) -> str | None:
     """The nonce in a lock file if its owner lives. A process that has this `RunLock` loses it."""
     try:
         with open(open_regular(path), "rb") as file:
-            if not _OWNER(record := parse_json(file.read(4096))):
+            if not _OWNER(record := parse_json(file.read(4096) or b"")):
                 return None
             nonce: str = record["nonce"]
             query = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)

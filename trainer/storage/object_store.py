@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.storage.files import CHUNK, make_folder
+from trainer.storage.files import CHUNK, LARGEST_RECORD, make_folder, open_regular
 from trainer.storage.secrets import hide, mask
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -146,8 +146,10 @@ class ObjectStore:
     def read(self, key: str) -> tuple[bytes, Version] | None:
         """Content and version of a small object; None if it is missing."""
         try:
-            with _translated(key):
+            with self._reading(key):
                 found = self._api.get(self._store, key)
+                if found.meta["size"] > LARGEST_RECORD:
+                    raise StoreError(f"{key} has {found.meta['size']:,} bytes")
                 return bytes(found.bytes()), _version(found.meta)
         except Missing:
             return None
@@ -157,7 +159,7 @@ class ObjectStore:
         An exception in it aborts the upload: there is no object then."""
         size = path.stat().st_size
         part = max(PART_BYTES, size // MOST_PARTS)
-        with _translated(key), path.open("rb", buffering=0) as file:
+        with _translated(key), open(open_regular(path), "rb") as file:
             if size <= PART_BYTES:
                 data = file.read()
                 on_chunk(memoryview(data))
@@ -169,7 +171,7 @@ class ObjectStore:
     def download(self, key: str, size: int) -> Iterator[memoryview]:
         """The content of an object of this size, in parts that are read in parallel."""
         def part(start: int) -> memoryview:
-            with _translated(key):
+            with self._reading(key):
                 return memoryview(self._api.get_range(
                     self._store, key, start=start, end=min(start + PART_BYTES, size)))
 
@@ -181,6 +183,14 @@ class ObjectStore:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        """Context of a request; in a folder, only regular files are read."""
+        with _translated(key):
+            if self.folder is not None:
+                os.close(open_regular(self.folder / key))
+            yield
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """The objects below a folder."""

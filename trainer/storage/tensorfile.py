@@ -8,6 +8,7 @@ header length, a JSON header and the tensors' bytes
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,8 @@ def parse_tensors(data: bytes, name: str) -> dict[str, Tensor]:
 def _opened(path: Path) -> Iterator[str]:
     """A name of a file for the safetensors library, which refuses a path that is not UTF-8."""
     with open(open_regular(path), "rb") as file, _damage_reported(display_path(path)):
+        if not os.fstat(file.fileno()).st_size:  # such as files of /proc, which can't be mapped
+            raise ValueError("it is empty")
         yield f"/proc/self/fd/{file.fileno()}"
 
 
@@ -105,5 +108,5 @@ def _damage_reported(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+    except (SafetensorError, KeyError, MemoryError, RuntimeError, ValueError) as error:
         raise FileDamaged(f"{name}: it can't be read as safetensors: {error}") from error

@@ -55,7 +55,11 @@ class EventFile:
 
     def histogram(self, tag: str, values: Any, step: int) -> None:
         if values.size and np.isfinite(values).all():
-            self.write(summary=self._summary.histogram(tag, values, BINS), step=step)
+            try:
+                summary = self._summary.histogram(tag, values, BINS)
+            except ValueError:  # the values are too near to each other for numpy's bins
+                return
+            self.write(summary=summary, step=step)
 
     def image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
         self.write(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from runs import fill
+from states import make_state
 from torch import nn
 
 from trainer.checkpoint.checkpointer import reason_not_to_save, seconds_needed
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.progress import TrainProgress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 
@@ -20,11 +21,7 @@ from trainer.checkpoint.train_state import TrainState
 def state() -> TrainState:
     model = nn.Linear(100, 10, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainState(
-        model=model, optimizer=optimizer,
-        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(step=25),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=2, parts={})
+    return make_state(model, optimizer, progress=TrainProgress(step=25))
 
 
 def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) -> Store:

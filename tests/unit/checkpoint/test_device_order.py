@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device_recorder import Recorder, Stream
+from states import make_state
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint import checkpointer, snapshot
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import TrainState
 from trainer.config import schema
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
@@ -45,10 +43,7 @@ class Run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.log, self.folder = Log(level="error"), folder
         self.log.status.enter(Phase.TRAIN)
-        self.state = TrainState(
-            model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
-            scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-            best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1)
+        self.state = make_state(model, optimizer)
         self.world = World(LaunchInfo(size=ranks, local_size=ranks), CPU, 1)
         self.boundary = StepBoundary(model, self.log.status, device=torch.device("cuda"))
         self.boundary.note_constant_parameters()

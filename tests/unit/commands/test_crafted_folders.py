@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from runs import flip_a_bit
+from safetensors.torch import load_file, save_file
 from small_task import Small
 
 from trainer import Config
 from trainer.__main__ import main
 from trainer.checkpoint.manifest import encode_manifest
+from trainer.checkpoint.restore import restore_state
 from trainer.commands import inspect
-from trainer.commands.library import _process_settings_restored, train
+from trainer.commands.compare import COMPARED
+from trainer.commands.library import _process_settings_restored, train, train_in_process
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Eval, WorldConfig
-from trainer.errors import ConfigError
+from trainer.errors import AlreadyFinished, ConfigError
 from trainer.optim import compile_cache
+from trainer.run import warmup
+from trainer.run.run import BuiltRun
 from trainer.storage import layout
 
 LAST, MODEL = "checkpoints/step-00000006", "model.safetensors"
@@ -87,20 +93,6 @@ def start(path: Path, steps: int = 6, **more: Any) -> int:
 
 
 # --- what runs code
-
-def test_looking_at_a_run_imports_nothing_of_it(crafted, tmp_path, monkeypatch, capsys):
-    (tmp_path / "stranger.py").write_text("raise SystemExit('code of a stranger has run')")
-    monkeypatch.chdir(tmp_path)
-    text = (crafted / "config.toml").read_text()
-    (crafted / "config.toml").write_text(text.replace("small_task:Small", "stranger:Task"))
-
-    for arguments in (["inspect", "crafted"], ["report", "crafted", "--text"],
-                      ["compare", "crafted", "crafted"]):
-        assert main(arguments) == 0
-    assert "stranger" not in sys.modules
-    assert main(["evaluate", "crafted"]) == 2
-    assert "stranger" in capsys.readouterr().err
-
 
 def test_a_compile_cache_that_came_with_the_folder_is_not_used(tmp_path, monkeypatch):
     from trainer.distributed.world import LaunchInfo, World
@@ -176,16 +168,38 @@ def test_only_regular_files_of_a_usual_size_are_read(crafted, capsys, name, spec
     assert start(crafted, steps=7) in (0, 2)
 
 
+@pytest.mark.parametrize("name", [*layout.FOLDERS, LAST, *layout.REPLACED])
+def test_a_folder_in_place_of_a_file_and_a_file_in_place_of_a_folder(crafted, name):
+    place = crafted / name
+    if place.is_file():
+        place.unlink()
+        place.mkdir()
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        place.touch()
+
+    assert start(crafted, steps=7) == (0 if name == LAST else 2)
+
+
+def test_a_mirror_of_pipes_does_not_block(crafted, tmp_path):
+    (tmp_path / "mirror").mkdir()
+    os.mkfifo(tmp_path / "mirror/owner")
+    (crafted / "mirror.json").write_text(json.dumps(
+        {"url": f"file://{tmp_path}/mirror", "launch": None, "generation": 1}))
+
+    assert main(["inspect", str(crafted), "--json"]) == 0
+
+
+def test_optimizer_state_of_another_type_is_refused(crafted):
+    path = crafted / LAST / "optimizer.safetensors"
+    save_file({name: value.double() for name, value in load_file(path).items()}, path)
+    sign(crafted / LAST)
+
+    assert start(crafted, steps=7) == 2
+
+
 # --- hashes
-
-def test_a_manifest_has_to_list_model_optimizer_and_state(crafted):
-    sign(crafted / LAST, lambda fields: fields["files"].clear())
-
-    *_, last = inspect.inspect(crafted)["checkpoints"]
-
-    assert not last["valid"]
-    assert "it has no entry 'model.safetensors'" in last["why"]
-
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "a/b", "", "x" * 300])
 def test_a_manifest_lists_names_of_files(crafted, name):
@@ -282,27 +296,6 @@ def test_json_values_are_compared_as_they_are_written(left, right):
     assert list(_value_differences("x", _as_written(left), _as_written(right))) != []
 
 
-# --- text
-
-def test_control_characters_of_files_do_not_reach_the_terminal(crafted, capsys):
-    evil = "\x1b[2J\x9b\u202e\ud800"
-    change_json(crafted / "environment.json",
-                lambda found: found["determinism"].update(why=evil, label=evil))
-    lines = [json.loads(line) for line in (crafted / "events.jsonl").read_text().splitlines()]
-    lines += [lines[-1] | {"event": "failure", "why": evil, "attempt": 1, "phase": evil},
-              lines[0] | {"event": "start", "attempt": 1, "world_size": 1, "launch": evil}][::-1]
-    (crafted / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    in_state("meter", "total", evil)(crafted)
-    sign(crafted / LAST, lambda fields: fields.update(kind=evil))
-
-    for arguments in (["inspect"], ["report", "--text"], ["compare", str(crafted)]):
-        main([arguments[0], str(crafted), *arguments[1:]])
-        out = capsys.readouterr()
-        assert not set("\x1b\x9b\u202e\ud800") & set(out.out + out.err)
-    assert main(["report", str(crafted)]) == 0
-    assert "\u202e" not in (crafted / "report.html").read_text()
-
-
 # --- odd records
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -381,14 +374,28 @@ def craft(draw: Callable[..., Any], folder: Path) -> None:
             path.write_bytes(data)
 
 
-def check(run: Path, folder: Path, capsys: Any, draw: Callable[..., Any], *, begin: bool) -> None:
+def read_as_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build a run and restore its state, as a start does; without a step (30 ms)."""
+    def restore(built: BuiltRun) -> None:
+        if (found := built.resumption.found) is not None:
+            context = built.context
+            restore_state(found, built.folder.store, built.trainable.state, context.world,
+                          context.log)
+        raise AlreadyFinished("restored")
+
+    with monkeypatch.context() as patch, contextlib.suppress(ConfigError):
+        patch.setattr(warmup, "start", restore)
+        train_in_process(config(path, steps=7))
+
+
+def check(run: Path, folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
+          draw: Callable[..., Any], *, begin: bool) -> None:
     """Craft a copy of a run; no command and no start may raise, nor take it for the run."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run, folder)
     craft(draw, folder)
     kept = [name for name in ("metrics.jsonl", f"{LAST}/state.json")
             if (folder / name).read_bytes() == (run / name).read_bytes()]
-    capsys.readouterr()
     code = main(["compare", str(run), str(folder)])
     assert code in (0, 1, 2)
     if "metrics.jsonl" not in kept:
@@ -396,51 +403,50 @@ def check(run: Path, folder: Path, capsys: Any, draw: Callable[..., Any], *, beg
     if code == 0 and len(kept) < 2:  # what isn't compared: settings, circumstances, lines
         one, other = (json.loads((path / LAST / "state.json").read_bytes())
                       for path in (run, folder))
-        from trainer.commands.compare import COMPARED
         assert all(json.dumps(one.get(n)) == json.dumps(other.get(n)) for n in COMPARED)
-    for arguments in (["inspect", "--json"], ["inspect"], ["report", "--text"]):
-        assert main([arguments[0], str(folder), *arguments[1:]]) in (0, 1, 2)
+    capsys.readouterr()
+    code, shown = main(["inspect", str(folder), "--json"]), capsys.readouterr().out
+    assert code == 0 or (code, shown) == (2, "")
+    if shown:
+        assert inspect._table(json.loads(shown), folder)  # the text, which is made of the object
+    assert main(["report", str(folder), "--text"]) in (0, 2)
     if begin:
         assert start(folder, steps=7) in (0, 2)
         assert start(folder.with_name("onward"), steps=7, resume=str(folder)) in (0, 2)
         shutil.rmtree(folder.with_name("onward"), ignore_errors=True)
+    else:
+        read_as_a_start(folder, monkeypatch)
 
 
-HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without fsync, and without what is alive in the garbage collection of each start (0.2 s)."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=HEALTH)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_odd_records_give_one_line_and_no_traceback(run, tmp_path, capsys, data):
-    check(run, tmp_path / "odd", capsys, data.draw, begin=False)
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=HEALTH)
-@given(data=st.data())
-def test_odd_records_do_not_stop_a_start_with_a_traceback(run, tmp_path, capsys, data):
-    check(run, tmp_path / "odd", capsys, data.draw, begin=True)
+def test_odd_records_give_one_line_and_no_traceback(
+    run, tmp_path, capsys, monkeypatch, quick, data
+):
+    check(run, tmp_path / "odd", capsys, monkeypatch, data.draw, begin=False)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
-@settings(max_examples=10_000, deadline=None, suppress_health_check=HEALTH)
-@given(data=st.data())
-def test_ten_thousand_odd_records(run, tmp_path, capsys, data):
-    check(run, tmp_path / "odd", capsys, data.draw, begin=data.draw(st.integers(0, 20)) == 0)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(4))
+def test_ten_thousand_odd_records(run, tmp_path, capsys, monkeypatch, quick, part):
+    """Each record is compared, inspected, reported and read as by a start; one in fifty is trained
+    on. A part takes 90 s."""
+    @seed(part)
+    @settings(max_examples=2500)
+    @given(data=st.data())
+    def records(data: Any) -> None:
+        check(run, tmp_path / "odd", capsys, monkeypatch, data.draw,
+              begin=data.draw(st.integers(0, 50)) == 17)
 
-
-def test_a_folder_with_a_huge_step_blocks_no_start(crafted):
-    (crafted / "checkpoints/step-10000000000000000000.tmp-1-0123abcd").mkdir()
-
-    assert start(crafted, steps=7) == 0
-
-
-@pytest.mark.parametrize("line", [
-    b"[" * 100_000, b'{"event": "start"}', b'{"time": 1, "attempt": 0, "rank": 0, "step": 5, '
-    b'"event": "start"}', b'{"event": "hint", "hint": []}', b'{"time": NaN, "attempt": {}}'])
-def test_a_line_of_the_events_blocks_no_start(crafted, line):
-    with (crafted / "events.jsonl").open("ab") as file:
-        file.write(line + b"\n")
-
-    assert start(crafted, steps=7) == 0
-    assert inspect.inspect(crafted)["step"] == 7
+    records()

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from trainer.distributed import allocator
+
 GLIBC = platform.libc_ver()[0] == "glibc"
 
 PLAIN = {name: value for name, value in os.environ.items()
@@ -38,15 +40,11 @@ print(json.dumps([kept, faults, resident - before, resident - resident_mb()]))
 """
 
 
-def measured(**environment: str) -> list:
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True,
-                          env={**PLAIN, **environment})
-    return json.loads(done.stdout)
-
-
 @pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
 def test_a_step_reuses_the_memory_freed_by_the_previous_one():
-    kept, faults, kept_mb, given_back_mb = measured()
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True,
+                          env=PLAIN)
+    kept, faults, kept_mb, given_back_mb = json.loads(done.stdout)
 
     assert kept
     assert faults < 100  # of 58,600 pages
@@ -54,6 +52,12 @@ def test_a_step_reuses_the_memory_freed_by_the_previous_one():
     assert given_back_mb > 200
 
 
-def test_settings_of_the_user_are_respected():
-    assert measured(MALLOC_TRIM_THRESHOLD_="100000000")[0] is False
-    assert measured(GLIBC_TUNABLES="glibc.malloc.trim_threshold=1000000")[0] is False
+@pytest.mark.parametrize(("name", "value"), [
+    ("MALLOC_TRIM_THRESHOLD_", "100000000"),
+    ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1000000")])
+def test_settings_of_the_user_are_respected(name, value, monkeypatch):
+    monkeypatch.setattr(allocator, "_set", lambda *_: True)
+    monkeypatch.setattr(os, "environ", {**PLAIN})
+    assert allocator.keep_freed()
+    os.environ[name] = value
+    assert not allocator.keep_freed()

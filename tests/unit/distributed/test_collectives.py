@@ -10,15 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from states import make_state
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer import Outcome
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.train_state import TrainState
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import BatchPlan, MicroBatchSpec
 from trainer.distributed import sync_batchnorm
@@ -68,10 +66,7 @@ def calls_of(rank: int, canonical: bool) -> list[Call]:
             sync_batchnorm.convert(model, RANKS, "cpu")
         group = dist.group.WORLD
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = TrainState(
-            model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
-            scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-            best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1 if canonical else RANKS)
+        state = make_state(model, optimizer, num_ranks=1 if canonical else RANKS)
         device = torch.device("cpu")
         objective = Objective(model, loss, num_ranks=state.num_ranks, nominal_count=320.0,
                               device=device)

@@ -13,12 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_waits import emulated, waits_in
+from states import make_state
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Outcome
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Batch, Clip, Config
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
@@ -94,10 +92,8 @@ def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
               optional: bool = False, anomaly: bool = False, **options: Any) -> Step:
     model = net()
     made = optimizer(model.parameters(), lr=0.1, **options)
-    state = TrainState(
-        model=model, optimizer=made, schedule=LambdaLR(made, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cuda", enabled=fp16), progress=TrainProgress(),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=ranks, ema=Ema(model, 0.9))
+    state = make_state(model, made, scaler=torch.amp.GradScaler("cuda", enabled=fp16),
+                       num_ranks=ranks, ema=Ema(model, 0.9))
     objective = Objective(model, loss, num_ranks=ranks, nominal_count=8.0, device=CUDA)
     step = Step.plain(state, objective, objective, clip)
     buffers = step.boundary.buffers

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from states import make_state
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.train_state import TrainState
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.order import sequential
 from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
@@ -61,12 +59,8 @@ def step(micro_batches: list[MicroBatch], call: Callable[[nn.Module, Tensor], Te
         total = call(model, batch).square().sum()
         return Outcome(total, len(batch), {"most": (batch.max(), 1)})
 
-    state = TrainState(
-        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1)
     objective = Objective(model, loss, num_ranks=1, nominal_count=8, device=torch.device("cpu"))
-    result = Step.plain(state, objective, objective)(micro_batches)
+    result = Step.plain(make_state(model, optimizer), objective, objective)(micro_batches)
     assert result is not None
     kept = {n: None if t is None else t.clone()
             for module in model.modules() for n, t in module._buffers.items()}

@@ -150,14 +150,6 @@ def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
-def test_optimizers_of_torch_without_weight_decay_get_none(name):
-    assert type(optimizers.make_optimizer(Optim(name=f"torch.optim:{name}"),
-                                          net())).__name__ == name
-    with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} doesn't"):
-        optimizers.make_optimizer(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
-
-
 class Own(torch.optim.Optimizer):
     def __init__(self, groups, lr, weight_decay):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})

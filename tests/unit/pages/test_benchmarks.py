@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import pkgutil
+import random
 from pathlib import Path
 
 import pytest
 from unread import ended
 
 import benchmarks
-from benchmarks import goodput_model as model
 from benchmarks import reporting
-from benchmarks.goodput import standing
+from benchmarks.goodput import EVERY, daly
 from trainer.telemetry.std_streams import EXIT_PIPE
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")
                  if not module.ispkg)
-COSTS = model.Costs(step_s=1.0, interval_s=60.0, save_s=2.0, restart_s=30.0, survivors=False)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -63,28 +61,13 @@ def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
     assert reporting.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-@pytest.mark.parametrize("survivors", [True, False])
+@pytest.mark.parametrize("steps", [1, EVERY])
 @pytest.mark.parametrize("mtbf_s", [300.0, 3000.0, 100_000.0])
-def test_the_simulation_agrees_with_dalys_formula(survivors: bool, mtbf_s: float) -> None:
-    costs = dataclasses.replace(COSTS, survivors=survivors)
+def test_the_forecast_agrees_with_a_simulation(steps: int, mtbf_s: float) -> None:
+    draw, step_s, restart_s = random.Random(0), 2.0, 30.0
+    alive = [draw.expovariate(1 / mtbf_s) for _ in range(20_000)]
+    kept = [(seconds - restart_s) // (steps * step_s) * steps * step_s
+            for seconds in alive if seconds > restart_s]
 
-    simulated = model.simulate(costs, mtbf_s, failures=20_000)
-
-    assert simulated == pytest.approx(model.daly(costs, mtbf_s), rel=0.02)
-
-
-def test_work_that_outlives_a_failure_is_whole_steps_or_whole_durable_intervals() -> None:
-    survivors = dataclasses.replace(COSTS, survivors=True)
-    slow = dataclasses.replace(COSTS, durable_s=10.0)
-
-    assert model.kept(survivors, 62 + 3.5) == 60 + 3
-    assert model.kept(survivors, 61) == 60  # during the save
-    assert model.kept(COSTS, 62 + 3.5) == 60
-    assert model.kept(COSTS, 61) == 0
-    assert model.kept(slow, 69) == 0  # begun at 60, durable at 70
-    assert model.kept(slow, 71) == 60
-
-
-def test_time_that_two_deaths_share_counts_once() -> None:
-    assert standing([10.0, 20.0, 20.5], [9.0, 11.0, 22.0]) == 1 + 2
-    assert standing([10.0], []) == 0
+    assert sum(kept) / sum(alive) == pytest.approx(
+        daly(mtbf_s, restart_s, step_s, steps=steps), rel=0.02)

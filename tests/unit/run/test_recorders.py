@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trainer.run.recorders import trace_graph
 from trainer.tasks.spiral import Spiral
-from trainer.telemetry.tensorboard import TensorBoard
+from trainer.telemetry.tensorboard import EventFile, TensorBoard
 
 
 def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
@@ -36,3 +37,10 @@ def test_attempts_that_fail_before_their_first_scalar_leave_no_file(tmp_path: Pa
         board.close()
 
     assert len(list((tmp_path / "board/train").iterdir())) == 1
+
+
+def test_values_too_near_to_each_other_for_bins_have_no_histogram(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "board", first=0)
+    for values in ([1e17, 1e17], [2.0, np.nextafter(2.0, 3.0)]):
+        file.histogram("norms", np.array(values), step=1)
+    file.close()

@@ -1,14 +1,16 @@
 """Makes the pictures of the documentation: the report and TensorBoard of a run with faults, and the
 report of several runs.
 
-    python -m benchmarks.pictures [--out docs/pictures]
+    python scripts/make_pictures.py [--out docs/pictures]
 
 Needs Chromium (Debian: `apt install chromium-headless-shell`, or any of `BROWSERS`) for the pages.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -20,8 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
-
-from benchmarks import reporting
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
@@ -93,7 +93,7 @@ def train_several(work: Path) -> None:
 def python(work: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """`python -m` of this project, in a folder in which the run's path is short."""
     return subprocess.Popen([sys.executable, "-m", *arguments], cwd=work,
-                            env=reporting.environment())
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @contextlib.contextmanager
@@ -121,8 +121,9 @@ def tensorboard(work: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = reporting.parser("pictures", __doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures")
     options = parser.parse_args()
     if browser() is None:
         print(f"no browser found ({', '.join(BROWSERS)})", file=sys.stderr)
@@ -149,4 +150,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    reporting.finish(main)
+    sys.exit(main())
