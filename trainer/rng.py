@@ -90,23 +90,6 @@ def _states(python: Any, numpy: Any, *generators: Any) -> dict[str, Any]:
             "torch": cpu, "devices": devices}
 
 
-def restore_generators(state: dict[str, Any]) -> None:
-    """Restore a snapshot; raises ValueError if an entry is missing or invalid."""
-    try:
-        version, internal, gauss = state["python"]
-        name, keys, position, has_gauss, cached = state["numpy"]
-        cpu = _bytes_tensor(state["torch"])
-        devices = [_bytes_tensor(entry) for entry in state["devices"]]
-        random.setstate((version, tuple(internal), gauss))
-        table = np.frombuffer(bytes.fromhex(keys), dtype=np.uint32)
-        np.random.set_state((name, table, position, has_gauss, cached))
-        torch.default_generator.set_state(cpu)
-        for generator, entry in zip(_device_generators(), devices, strict=False):
-            generator.set_state(entry)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the saved RNG state is damaged or incomplete: {error!r}") from error
-
-
 def digest(state: dict[str, Any]) -> str:
     """Short hash of a snapshot."""
     return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
@@ -115,15 +98,16 @@ def digest(state: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore the process-wide generators at the end of the context."""
-    state = snapshot()
+    python, numpy = random.getstate(), np.random.get_state()
+    generators = (torch.default_generator, *_device_generators())
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        restore_generators(state)
-
-
-def _bytes_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _device_generators() -> tuple[Any, ...]:

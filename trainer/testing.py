@@ -190,7 +190,10 @@ class _Case:
 
 
 def _problems(task: Any, batch_size: int) -> list[str]:
-    pristine = _copy_of(task)
+    try:  # like the task that a restarted process creates from its flags
+        pristine = copy.deepcopy(task)
+    except TypeError:  # it contains something that can't be copied, such as a lock or a file
+        pristine = task
     problems = list(check_items(task, batch_size))
     irreproducible = bool(problems)
     problems += [unused] if (unused := uncalled_methods(task)) else []
@@ -360,11 +363,3 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
 
 def _number(value: Tensor | float) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _copy_of(task: Any) -> Any:
-    """A copy of the unused task, like the one that a restarted process creates from its flags."""
-    try:
-        return copy.deepcopy(task)
-    except TypeError:  # it contains something that can't be copied, such as a lock or a file
-        return task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from trainer.storage import tensorfile
 from trainer.storage.records import Kind, is_name, read_record, table_of
 
 NESTED = ("state_dict", "model_state_dict", "model")
-PREFIXES = ("module.", "_orig_mod.")
 INDEX = ".index.json"
 _INDEX = Kind(needed={"weight_map": table_of(lambda name: is_name(name) and INDEX not in name)})
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -106,11 +106,5 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict):
         raise ConfigError(f"{flag}: the file holds a {type(found).__name__} and no state_dict; "
                           "save the model's state_dict().")
-    return {_without_prefixes(name): value for name, value in found.items()
-            if isinstance(value, Tensor)}
-
-
-def _without_prefixes(name: str) -> str:
-    while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
-        name = name.removeprefix(prefix)
-    return name.replace("._orig_mod.", ".")
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name).replace("._orig_mod.", "."): value
+            for name, value in found.items() if isinstance(value, Tensor)}

@@ -19,22 +19,9 @@ from trainer.distributed.torch_private import buffer_slots
 @contextlib.contextmanager
 def forward_and_backward(model: nn.Module) -> Iterator[None]:
     """Context of a stand-in: it is not in the statistics, and its changes of buffers are undone."""
-    slots = [(owner, key, owner[key])
-             for module in model.modules() if not sync_batchnorm.is_synchronised(module)
-             for owner, key, _ in buffer_slots(module)]
-    kept = [(buffer, buffer.clone()) for *_, buffer in slots if buffer is not None]
-    try:
-        with sync_batchnorm.without_samples():
-            yield
-    finally:
-        with torch.no_grad():
-            for owner, key, buffer in slots:
-                if owner.get(key) is not buffer:
-                    owner[key] = buffer
-            for buffer, before in kept:
-                if buffer.shape != before.shape:
-                    buffer.resize_(before.shape)
-                buffer.copy_(before)
+    own = (m for m in model.modules() if not sync_batchnorm.is_synchronised(m))
+    with buffers_preserved(own), sync_batchnorm.without_samples():
+        yield
 
 
 @contextlib.contextmanager
@@ -46,3 +33,22 @@ def zero_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def buffers_preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the buffers of the modules themselves at the end of the context: the tensors, their
+    shapes and their values."""
+    slots = [(owner, key, owner[key]) for module in modules
+             for owner, key, _ in buffer_slots(module)]
+    kept = [(buffer, buffer.detach().clone()) for *_, buffer in slots if buffer is not None]
+    try:
+        yield
+    finally:
+        for owner, key, buffer in slots:
+            if owner.get(key) is not buffer:
+                owner[key] = buffer
+        for buffer, before in kept:
+            if buffer.shape != before.shape:
+                buffer.resize_(before.shape)
+            buffer.data.copy_(before)  # .data: autograd must not see a change of a saved tensor

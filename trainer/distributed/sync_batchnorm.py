@@ -86,13 +86,6 @@ def is_synchronised(module: nn.Module) -> bool:
             and dist.is_initialized() and dist.get_world_size(module.process_group) > 1)
 
 
-def _forward_alone(module: SyncBatchNorm, input: Tensor) -> Tensor:
-    """Collective. Normalise by the input's own statistics, and take part with 0 samples."""
-    output = torch.batch_norm(input, module.weight, module.bias, None, None, True, 0.0, module.eps,
-                              torch.backends.cudnn.enabled)
-    return output + module(input[:0]).sum()
-
-
 class SyncBatchNorm(BatchNorm):
     """Batch norm with training statistics over the samples of all ranks, in fp32 or wider. A rank
     with 0 samples takes part and updates its buffers like the others. With one rank, and in eval
@@ -116,8 +109,10 @@ class SyncBatchNorm(BatchNorm):
         if not is_synchronised(self):
             return super().forward(input)
         self._check_input_dim(input)
-        if not _has_samples and input.numel():
-            return _forward_alone(self, input)
+        if not _has_samples and input.numel():  # by its own statistics, which count as 0 samples
+            output = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0,
+                                      self.eps, torch.backends.cudnn.enabled)
+            return output + self(input[:0]).sum()
         mean, variance, total = _global_statistics(input.detach(), self)
         if input.is_cuda:
             self._update_buffers(mean, variance, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.distributed.stand_in import buffers_preserved
 from trainer.errors import ConfigError
 
 
@@ -56,17 +57,4 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         return forward(*args, **kwargs)
     return checkpoint(  # the contexts of the forward and of the recomputation in backward
         forward, *args, use_reentrant=False, **kwargs,
-        context_fn=lambda: (contextlib.nullcontext(), _buffers_preserved(module)))
-
-
-@contextlib.contextmanager
-def _buffers_preserved(module: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers at the end of the context."""
-    kept = [(inner, name, buffer, buffer.detach().clone()) for inner in module.modules()
-            for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False)]
-    try:
-        yield
-    finally:
-        for owner, name, buffer, value in kept:
-            setattr(owner, name, buffer)  # the forward may have assigned another
-            buffer.data.copy_(value)  # .data: autograd must not see a change of a saved tensor
+        context_fn=lambda: (contextlib.nullcontext(), buffers_preserved(module.modules())))

@@ -94,8 +94,9 @@ def optimizer_of(config: Optim, model: nn.Module, task: Any) -> torch.optim.Opti
         return make_optimizer(config, model, method_of(task, "parameter_groups"))
     _refuse_flags(config)
     members = _checked(make(model), model)
-    if turns:
-        _check_turns(turns, members)
+    if turns and (not isinstance(turns, tuple | list) or {*map(str, turns)} != {*members}):
+        raise ConfigError(f"--task: turns is {turns!r}; use a tuple with the name of each of the "
+                          f"optimizers, such as {tuple(members)!r}.")
     return NamedOptimizers(members, turns)
 
 
@@ -150,18 +151,6 @@ def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
         for key in {"params", "param_names"} & group.keys():
             group[key] = [*compress(group[key], trained)]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-
-
-def _check_turns(turns: Any, members: Mapping[str, Member]) -> None:
-    if isinstance(turns, str) or not all(isinstance(turn, str) for turn in turns):
-        raise ConfigError(f"--task: turns is {turns!r}; use a tuple of the names of optimizers, "
-                          f"such as {tuple(members)!r}.")
-    if unknown := [turn for turn in turns if turn not in members]:
-        raise ConfigError(f"--task: turns has {unknown[0]!r}, but optimizers(model) has only "
-                          f"{', '.join(members)}.")
-    if never := [name for name in members if name not in turns]:
-        raise ConfigError(f"--task: optimizers(model) has {never[0]!r}, which has no turn, so it "
-                          f"would never be updated; add it to turns, {tuple(turns)!r}.")
 
 
 def _refuse_flags(config: Optim) -> None:

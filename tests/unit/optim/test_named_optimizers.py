@@ -49,9 +49,8 @@ def test_optimizers_that_cannot_be_trained_or_saved_are_refused(optimizers, mess
 
 
 @pytest.mark.parametrize(("members", "message"), [
-    ({"turns": ("a", "c")}, "turns has 'c', but optimizers\\(model\\) has only a, b"),
-    ({"turns": ("a",)}, "has 'b', which has no turn"),
-    ({"turns": "ab"}, "turns is 'ab'; use a tuple"),
+    *[({"turns": turns}, f"turns is .*{turns[-1]}.*; use a tuple .* such as \\('a', 'b'\\)")
+      for turns in (("a", "c"), ("a",), "ab")],
     ({"config": Optim(lr=0.5)}, "--optim.lr 0.5: the task's optimizers"),
     ({"config": Optim(name="sgd")}, "--optim.name sgd: the task's"),
     ({"config": Optim(options=("amsgrad=true",))}, "--optim.options amsgrad=true: "),
