@@ -12,7 +12,12 @@ from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
 from trainer.resilience.diagnosis import remedy
-from trainer.resilience.preflight import allow_files, check_current_folder, use_utf8
+from trainer.resilience.preflight import (
+    allow_files,
+    check_cache_folder,
+    check_current_folder,
+    use_utf8,
+)
 from trainer.telemetry.std_streams import fill_descriptors
 
 OUTPUT_S = 1.0  # to wait at the end for output pipes that some process still holds open
@@ -27,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
         secret = take_secret(options)
         check_current_folder("trainer", "launch")
         allow_files()
+        check_cache_folder()
         stop = LauncherStop()
         stop.install()
         return _launch(options, secret, stop)

@@ -29,7 +29,7 @@ from trainer.errors import (
 from trainer.optim.precision import set_determinism
 from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
 from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
-from trainer.resilience.preflight import allow_files
+from trainer.resilience.preflight import allow_files, check_cache_folder
 from trainer.resilience.stop_signals import StopSignals
 from trainer.storage.secrets import hide
 from trainer.telemetry.events import Log, writable
@@ -90,6 +90,7 @@ class RankProcess:
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
         self._launch = launch = LaunchInfo.from_environment()
         allow_files()
+        check_cache_folder()
         self._log = log = Log(launch.rank)
         stop, orders = self._stop, Orders()
         self._training = Training(log, stop)

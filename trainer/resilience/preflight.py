@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 from trainer.errors import ConfigError
@@ -42,3 +43,18 @@ def check_current_folder(*packages: str) -> None:
         name = Path(shadows[0]).stem
         raise ConfigError(f"{shadows[0]} hides the package {name}: python -m {name} would run this "
                           "file; rename it, or start from another folder")
+
+
+def check_cache_folder() -> None:
+    """Refuse a TORCHINDUCTOR_CACHE_DIR that can't be created or written: torch needs it to compile,
+    and even for an optimizer."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if (place := os.environ.get(name)) is None:
+        return
+    try:
+        os.makedirs(place, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ConfigError(f"environment variable {name} is {place!r}, torch's folder for "
+                          f"compiled code: {error.strerror}; use a folder that can be written, or "
+                          "unset it") from error

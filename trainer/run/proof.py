@@ -141,7 +141,7 @@ class _SameDraws(torch_private.TorchDispatchMode):
                            ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        forms = [arg for arg in args if isinstance(arg, Tensor | list)]
+        forms: list[Any] = [arg for arg in args if isinstance(arg, Tensor | list)]
         if (torch.Tag.nondeterministic_seeded in function.tags and len(forms) == 1 and self._left
                 and (isinstance(forms[0], list) or out is forms[0] or "_like" in str(function))
                 and kwargs.get("generator") is None):

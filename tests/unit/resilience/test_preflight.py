@@ -60,15 +60,18 @@ def test_an_error_at_a_limit_is_explained_with_a_remedy(error: Exception, words:
 
 
 @pytest.mark.parametrize("command", ["trainer", "launch --"])
-def test_nothing_starts_in_a_deleted_folder(command: str, tmp_path: Path) -> None:
-    script = (f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -m {command} --steps=1 "
-              f"--run-dir={tmp_path}/run")
+@pytest.mark.parametrize(("before", "words"), [
+    ("mkdir gone; cd gone; rmdir ../gone", ("the current folder is gone", "cd to another one")),
+    ("touch file; export TORCHINDUCTOR_CACHE_DIR=$PWD/file/in",
+     ("TORCHINDUCTOR_CACHE_DIR is ", "unset it"))])
+def test_nothing_starts_in_a_deleted_folder_or_if_torch_can_not_write_its_cache(
+        command: str, before: str, words: tuple[str, str], tmp_path: Path) -> None:
+    script = f"{before}; exec {sys.executable} -m {command} --steps=1 --run-dir={tmp_path}/run"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=200,
                           check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
     assert done.returncode == 2
-    assert "the current folder is gone" in done.stderr.splitlines()[-1]
-    assert "cd to another one" in done.stderr.splitlines()[-1]
+    assert all(word in done.stderr.splitlines()[-1] for word in words)
     assert "Traceback" not in done.stderr
 
 
