@@ -10,12 +10,13 @@ Each case trains three short runs with the same interpreter and the same flags:
 
 `killed` and `finished` must have the bits of `straight`. This script compares tensors, metrics,
 state and configuration by itself, and also calls the new code's `python -m trainer compare`. The
-old code is a git worktree of COMMIT. The new code is a copy of the checkout that holds this script,
-with its uncommitted changes, so edits during the check have no effect. Takes 2 to 4 minutes on
-2 cores.
+old code is a git worktree of COMMIT; packages that it needs and that are not installed are
+installed beside it for the time of the check. The new code is a copy of the checkout that holds
+this script, with its uncommitted changes, so edits during the check have no effect. Takes 2 to 4
+minutes on 2 cores.
 
 Exit codes: 0 same bits; 1 something differs, and a table names it; 2 wrong options, or a tree can't
-be made.
+be made, or a package not be installed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +145,8 @@ class Check:
     def python(self, tree: Path, run: Path, *arguments: str) -> tuple[int, str]:
         """Exit code and output of `python ARGUMENTS` with the packages of a tree; -1: timeout."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        environment["PYTHONPATH"] = str(tree)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            (str(tree), *[str(packages_of(tree))] * (tree == self.old)))
         run.parent.mkdir(parents=True, exist_ok=True)
         with run.with_suffix(".log").open("a+") as log:
             print("$", tree.name, *arguments, file=log, flush=True)
@@ -163,6 +167,23 @@ class Check:
             _, output = self.python(tree, self.runs / f"imports-{tree.name}", "-c", code)
             if output.split() != [str(tree / "launch"), str(tree / "trainer")]:
                 stop(f"in {tree} Python imports other packages: {output}")
+
+
+def packages_of(tree: Path) -> Path:
+    """Where the packages are that only this tree needs."""
+    return tree.with_name(f"{tree.name}-packages")
+
+
+def install_missing(tree: Path) -> None:
+    """Install what the project of a tree depends on and this environment lacks."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    missing = [line for line in project["dependencies"]
+               if not any(metadata.distributions(name=re.split(r"[^\w.-]", line)[0]))]
+    if missing:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target",
+                               str(packages_of(tree)), *missing], capture_output=True, text=True)
+        if done.returncode:
+            stop(f"the old code needs {', '.join(missing)}: {one_line(done.stderr)}")
 
 
 def entries(run: Path) -> Iterator[tuple[str, str]]:
@@ -267,6 +288,7 @@ def main() -> int:
         runs.mkdir(parents=True)
         try:
             git("worktree", "add", "--detach", str(old), commit)
+            install_missing(old)
             copy_checkout(new)
             check = Check(old, new, runs)
             check.verify_imports()
