@@ -227,7 +227,7 @@ def living_owner(path: Path) -> str | None:
 
 
 def _byte(nonce: str) -> int:
-    return 1 + zlib.crc32(nonce.encode())
+    return 1 + zlib.crc32(nonce.encode(errors="surrogatepass"))  # it may be any text of JSON
 
 
 def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:

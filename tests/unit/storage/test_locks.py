@@ -262,3 +262,15 @@ def test_without_file_locks_every_take_succeeds_and_the_nonce_still_names_the_ow
     assert first.ask("check").startswith("StaleAttempt")
     lock.check_without_waiting()
     lock.close()
+
+
+def test_the_owner_in_a_strange_file_may_have_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text('{"nonce": "\\ud800"}')
+    lock = RunLock(path, "mine")
+
+    assert living_owner(path) is None
+    assert lock.take() is None
+
+    lock.check_without_waiting()
+    lock.close()
