@@ -1,4 +1,4 @@
-"""Processes with Lightning: one that torchrun restarts, and one that saves when it is told.
+"""Processes with Lightning: one that torchrun restarts, and one that saves on request.
 
     torchrun … -m benchmarks.lightning_peer train FOLDER --steps N --deaths [[STEP, RANK], …]
     python -m benchmarks.lightning_peer save URL MEGABYTES

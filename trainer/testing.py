@@ -121,7 +121,7 @@ def read_items(task: Any, dataset: Any, which: Sequence[int], *, epoch: int = 0)
             items += [item for item, _ in zip(dataset, range(most), strict=False)]
         return batches.collated(collate, [items[i] for i in which if i < len(items)])
     indices = tuple(i for i in which if i < len(dataset))
-    return KeyedSamples(dataset, seed=SEED, collate=collate, alike=True)[
+    return KeyedSamples(dataset, seed=SEED, collate=collate, same_draws=True)[
         MicroBatchSpec(1, epoch, 0, True, indices)].batch
 
 

@@ -82,17 +82,17 @@ class KeyedSamples(Dataset[MicroBatch]):
 
     Args:
         augment: whether `__getitems__` receives keys; without keys it does not augment.
-        alike: whether what `collate`, or `__getitems__`, draws is keyed alike for each batch.
+        same_draws: whether `collate`, or `__getitems__`, draws the same numbers for each batch.
         advice: appended to the error message of a single bad sample.
     """
 
     def __init__(
         self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = batches.collate,
         augment: bool = True, skip: bool = False, rank: int = 0, advice: str = "",
-        alike: bool = False,
+        same_draws: bool = False,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._collate, self._augment = dataset, seed, collate, augment
-        self._alike = alike
+        self._same_draws = same_draws
         self._inner, self._maps = _inside(dataset)
         self._batched = hasattr(self._inner, "__getitems__")
         self._skip, self._rank, self._advice = skip, rank, advice
@@ -182,7 +182,7 @@ class KeyedSamples(Dataset[MicroBatch]):
         """The list of exactly these samples, or the complete batch of `__getitems__`."""
         if not self._batched:
             return [self._one(index, epoch) for index in indices]
-        self._key(epoch, 0 if self._alike else indices[0])
+        self._key(epoch, 0 if self._same_draws else indices[0])
         with self._named(indices, epoch):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
@@ -204,7 +204,7 @@ class KeyedSamples(Dataset[MicroBatch]):
     def _collated(self, samples: Any, indices: tuple[int, ...], epoch: int) -> Any:
         if not isinstance(samples, list):
             return samples
-        if self._alike and not self._batched:
+        if self._same_draws and not self._batched:
             self._key(epoch, 0)
         with self._named(indices, epoch, "collating"):
             return batches.collated(self._collate, samples)

@@ -268,7 +268,7 @@ def _parts(setup: Setup, micro: MicroBatch, seed: int) -> list[Any]:
         return []
     if isinstance(data, IterableDataset):
         return _cuts(micro.batch, micro.samples, _pieces(count)) or [micro.batch]
-    reader = KeyedSamples(data, seed=seed, collate=setup.collate, alike=True)
+    reader = KeyedSamples(data, seed=seed, collate=setup.collate, same_draws=True)
 
     def read(piece: Sequence[int]) -> Any:
         return reader[replace(micro.spec, indices=tuple(indices[i] for i in piece))].batch
