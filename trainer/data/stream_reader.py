@@ -139,12 +139,12 @@ class LaneIterator:
         state = decode(mark.state) if self._stateful is not None else None
         if state is not None:
             self._place = mark.windows * self._spec.samples_per_window
-        if state is not None or isinstance(source, BaseNode | Loader):
-            self._key(0)  # it reads the first samples, in threads, or those before the state again
+        elif not isinstance(source, BaseNode | Loader):
+            return
+        self._key(0)  # it reads the first samples, in threads, or those before the state again
         if isinstance(self._iterator, BaseNode):
-            if state is not None or isinstance(source, BaseNode | Loader):
-                self._iterator.reset(state)
-        elif state is not None:
+            self._iterator.reset(state)
+        else:
             self._stateful.load_state_dict(state)
             if self._stateful is not self._iterator:
                 self._iterator = iter(source)  # a loaded state applies to the next iterator
@@ -325,13 +325,14 @@ class StreamBatches(IterableDataset[MicroBatch]):
         while (not self._limit or number < self._limit) and (taken := iterator.take()):
             first = first or taken
             if number % self._num_ranks == self._rank:
-                yield self._batch(number, taken, counts=True)
+                yield self._batch(number, taken)
             number += 1
         if 0 < number % self._num_ranks <= self._rank:
-            yield self._batch(-1, first, counts=False)
+            yield self._batch(-1, first)
 
-    def _batch(self, number: int, taken: list[tuple[int, Any]], *, counts: bool) -> MicroBatch:
+    def _batch(self, number: int, taken: list[tuple[int, Any]]) -> MicroBatch:
+        """A batch; -1 is the number of a stand-in."""
         places, samples = zip(*taken, strict=True)
         with as_sample_error(f"collating batch {number} of the stream"):
             batch = batches.collated(self._spec.collate, list(samples))
-        return MicroBatch(MicroBatchSpec(0, 0, number, True, places if counts else ()), batch)
+        return MicroBatch(MicroBatchSpec(0, 0, number, True, places * (number >= 0)), batch)

@@ -144,8 +144,7 @@ class MetricAccumulator:
     def _add_up(self) -> list[Any]:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
-        add_up = _sum_on_host if self._on_host else _sum
-        sums = rows[0] if len(rows) == 1 else list(map(add_up, zip(*rows, strict=True)))
+        sums = rows[0] if len(rows) == 1 else list(map(_sum, zip(*rows, strict=True)))
         requests, self._requests = self._requests, (*_NO_REQUESTS, False)  # each counts as 0 or 1
         return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
@@ -334,12 +333,9 @@ def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch
 def _sum(column: Sequence[Any]) -> Any:
     """Sum scalars of host and device."""
     on_device = [n.float() for n in column if isinstance(n, Tensor)]
-    on_host = _sum_on_host(n for n in column if not isinstance(n, Tensor))
+    # Not `sum`, which rounds otherwise from Python 3.12 on.
+    on_host = reduce(add, (n for n in column if not isinstance(n, Tensor)), 0.0)
     return torch.stack(on_device).sum() + on_host if on_device else on_host
-
-
-def _sum_on_host(numbers: Iterable[float]) -> float:
-    return reduce(add, numbers, 0.0)  # `sum` rounds otherwise from Python 3.12 on
 
 
 def stack(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.float32

@@ -155,11 +155,9 @@ def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_flags(config: Optim) -> None:
     """Refuse settings of the one optimizer that the task's own ones replace."""
-    default = Optim()
-    for name in vars(default):
+    for name, default in vars(Optim()).items():
         value = getattr(config, name)
-        if name != "ema" and value != getattr(default, name):
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ConfigError(f"--optim.{name.replace('_', '-')} {shown}: the task's "
-                              "optimizers(model) makes the optimizers, so the flag would have no "
-                              "effect; omit it, and set the value there.")
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        config.check(name == "ema" or value == default, name, "the task's optimizers(model) makes "
+                     "the optimizers, so the flag would have no effect; omit it, and set the value "
+                     "there.", shown)

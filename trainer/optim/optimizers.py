@@ -25,6 +25,8 @@ Groups = list[dict[str, Any]]
 SHIPPED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW,
                                                    "sgd": torch.optim.SGD}
 WEIGHT_DECAY: float = DEFAULTS["adamw"]["weight_decay"]
+SETTINGS = ("weight_decay", "betas", "eps", "momentum", "nesterov")
+"""Arguments of an optimizer's class that have a flag, besides lr."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float | None, rates: Sequence[str] = (),
@@ -149,7 +151,7 @@ def make_optimizer(config: Optim, model: nn.Module,
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is not a torch.optim.Optimizer, so its "
                           "state could not be saved; derive it from that class.")
-    named = {name for name, _ in _parameters(cls)}
+    named = inspect.signature(cls).parameters
     for key in _given(config):  # **kwargs may have dropped it
         if key not in named and key not in optimizer.defaults:
             raise ConfigError(f"{_flags(config)[key]}: {config.name} doesn't read it; omit it.")
@@ -199,14 +201,15 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
     """The arguments for an optimizer's class, besides the groups: those set that it takes."""
     refuse_closure(cls, f"--optim.name {config.name}")
-    takes = dict(_parameters(cls)[1:])  # the first one receives the groups
+    # The first one receives the groups.
+    takes = dict([*inspect.signature(cls).parameters.items()][1:])
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given, flags = _given(config), _flags(config)
     if given.get("weight_decay") == 0 and "weight_decay" not in takes:
         del given["weight_decay"]  # without decay, as it is
     for key in given:
         if key not in takes and not any_name:
-            own = [name for name in takes if name not in ("lr", *_settings(config))]
+            own = [name for name in takes if name not in ("lr", *SETTINGS)]
             raise ConfigError(f"{flags[key]}: {config.name} doesn't read it; omit it. Its options "
                               f"are {', '.join(own) or 'none'}.")
         default = takes[key].default if key in takes else None
@@ -231,16 +234,10 @@ def refuse_closure(cls: Any, what: str) -> None:
                           "needs no such argument, such as adamw.")
 
 
-def _settings(config: Optim) -> dict[str, Any]:
-    """Arguments of an optimizer's class that have a flag, besides lr; None: not set."""
-    nesterov = None if config.nesterov is None else config.nesterov == "on"
-    return {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
-            "momentum": config.momentum, "nesterov": nesterov}
-
-
 def _given(config: Optim) -> dict[str, Any]:
     """The arguments of the optimizer's class that the configuration sets, besides lr."""
-    given = {key: value for key, value in _settings(config).items() if value is not None}
+    given = {key: value == "on" if key == "nesterov" else value for key in SETTINGS
+             if (value := getattr(config, key)) is not None}
     for text in config.options:
         key, _, value = text.partition("=")
         if key in ("lr", *given):
@@ -252,15 +249,11 @@ def _given(config: Optim) -> dict[str, Any]:
 def _flags(config: Optim) -> dict[str, str]:
     """Each argument that the configuration may set → its flag, with the value."""
     flags = {text.partition("=")[0]: f"--optim.options {text}" for text in config.options}
-    for key in ("lr", *_settings(config)):
+    for key in ("lr", *SETTINGS):
         value = getattr(config, key)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
     return flags
-
-
-def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
-    return list(inspect.signature(cls).parameters.items())
 
 
 def _parsed(text: str) -> Any:

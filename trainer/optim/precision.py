@@ -32,9 +32,8 @@ class PrecisionPolicy:
 
     def __str__(self) -> str:
         names = {dtype: name for name, dtype in DTYPES.items()}
-        return (names[self.dtype] + (" compiled" if self.compile else " eager") + (
-            f" ({self.mode})" if self.mode else "")
-                + " channels_last" * self.channels_last)
+        return (names[self.dtype] + (" compiled" if self.compile else " eager")
+                + (f" ({self.mode})" if self.mode else "") + " channels_last" * self.channels_last)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

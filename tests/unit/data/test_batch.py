@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.data import batch
 from trainer.run.prepare import content
@@ -121,14 +121,6 @@ def test_an_object_moves_and_pins_itself_wherever_it_lies(one):
                        (batch.pin_memory, "pinned")):
         changed, name = change(nested)["deep"][0]
         assert (changed.at, name) == (at, "name")
-
-
-def test_what_packs_a_sequence_stays_whole_when_moved():
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-
-    moved = batch.to_device((packed,), torch.device("meta"))[0]
-
-    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 @pytest.mark.parametrize(("given", "found"), [
