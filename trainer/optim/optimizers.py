@@ -25,8 +25,6 @@ Groups = list[dict[str, Any]]
 SHIPPED: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW,
                                                    "sgd": torch.optim.SGD}
 WEIGHT_DECAY: float = DEFAULTS["adamw"]["weight_decay"]
-SETTINGS = ("weight_decay", "betas", "eps", "momentum", "nesterov")
-"""Arguments of an optimizer's class that have a flag, besides lr."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float | None, rates: Sequence[str] = (),
@@ -132,10 +130,9 @@ def make_optimizer(config: Optim, model: nn.Module,
     arguments = _arguments(config, cls, model)
     if groups is None:
         made = parameter_groups(model, arguments.get("weight_decay"), config.rates, config.lr)
-    elif config.rates:
-        raise ConfigError(f"--optim.rates {' '.join(config.rates)}: the task defines "
-                          "parameter_groups(); set the rates (\"lr\") there.")
     else:
+        config.check(not config.rates, "rates", "the task defines parameter_groups(); set the "
+                     "rates (\"lr\") there.", " ".join(config.rates))
         made = _checked(groups(model), model)
         _refuse_overridden(config, made)
     if not made:
@@ -162,9 +159,8 @@ def make_optimizer(config: Optim, model: nn.Module,
                               f"{type(optimizer).__name__} does not use; did you mean "
                               f"{near[0]!r}?")
     if has_modes(optimizer):
-        if config.ema:
-            raise ConfigError(f"--optim.ema {config.ema:g}: {config.name} has an average of its "
-                              "own, in its eval(); leave out --optim.ema.")
+        config.check(not config.ema, "ema", f"{config.name} has an average of its own, in its "
+                     "eval(); leave out --optim.ema.")
         set_mode(optimizer, training=True)
     return optimizer
 
@@ -209,7 +205,7 @@ def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
         del given["weight_decay"]  # without decay, as it is
     for key in given:
         if key not in takes and not any_name:
-            own = [name for name in takes if name not in ("lr", *SETTINGS)]
+            own = [name for name in takes if name not in ("lr", *_settings(config))]
             raise ConfigError(f"{flags[key]}: {config.name} doesn't read it; omit it. Its options "
                               f"are {', '.join(own) or 'none'}.")
         default = takes[key].default if key in takes else None
@@ -234,10 +230,16 @@ def refuse_closure(cls: Any, what: str) -> None:
                           "needs no such argument, such as adamw.")
 
 
+def _settings(config: Optim) -> dict[str, Any]:
+    """Arguments of an optimizer's class that have a flag, besides lr; None: not set."""
+    nesterov = None if config.nesterov is None else config.nesterov == "on"
+    return {"weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
+            "momentum": config.momentum, "nesterov": nesterov}
+
+
 def _given(config: Optim) -> dict[str, Any]:
     """The arguments of the optimizer's class that the configuration sets, besides lr."""
-    given = {key: value == "on" if key == "nesterov" else value for key in SETTINGS
-             if (value := getattr(config, key)) is not None}
+    given = {key: value for key, value in _settings(config).items() if value is not None}
     for text in config.options:
         key, _, value = text.partition("=")
         if key in ("lr", *given):
@@ -249,7 +251,7 @@ def _given(config: Optim) -> dict[str, Any]:
 def _flags(config: Optim) -> dict[str, str]:
     """Each argument that the configuration may set → its flag, with the value."""
     flags = {text.partition("=")[0]: f"--optim.options {text}" for text in config.options}
-    for key in ("lr", *SETTINGS):
+    for key in ("lr", *_settings(config)):
         value = getattr(config, key)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
