@@ -63,9 +63,8 @@ def yield_items_and_error(items: Iterator[T], *, rank: int, worker: int | None) 
         yield raise_or_return(error, rank=rank, worker=worker)
 
 
-def raise_or_return(
-    error: SampleError, *, rank: int, worker: int | None, advice: str = ""
-) -> SampleError:
+def raise_or_return(error: SampleError, *, rank: int, worker: int | None = None, advice: str = ""
+                    ) -> SampleError:  # fmt: skip
     """Add the process to an error's message and raise it. In a loader worker return it instead, to
     be raised by the rank: an exception that leaves a worker loses its cause and attributes."""
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")

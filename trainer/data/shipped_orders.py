@@ -60,13 +60,10 @@ def _values(sampler: str, task: Any, dataset: Any, *names: str, count: int, what
         kind = "finite numbers of 0 or more" if numbers else "values"
         raise ConfigError(f"{flag}: {name}, of shape {values.shape}, don't fit; return {count} "
                           f"{kind}: {what}.")
+    if name == "weights" and not 0 < values.sum() < np.inf:
+        raise ConfigError(f"{flag}: the sum of all weights is {values.sum()}; make it positive and "
+                          "finite.")
     return values
-
-
-def _refuse_no_weight(total: float, sampler: str) -> None:
-    if not 0 < total < np.inf:
-        raise ConfigError(f"--data.sampler {sampler}: the sum of all weights is {total}; "
-                          "make it positive and finite.")
 
 
 class Weighted:
@@ -79,7 +76,6 @@ class Weighted:
     def __init__(self, dataset: Any, *, seed: int, task: Any = None) -> None:
         self._seed = seed
         self._bounds = np.cumsum(self._weights(task, dataset))
-        _refuse_no_weight(float(self._bounds[-1]), self._sampler)
 
     def _weights(self, task: Any, dataset: Any) -> np.ndarray:
         return _values("weighted", task, dataset, "weights", count=len(dataset),
@@ -174,7 +170,6 @@ class Mixture:
         self._sizes = np.diff([0, *dataset.cumulative_sizes])
         weights = _values("mixture", task, dataset, "weights", count=len(self._sizes),
                           what="one weight for each of its data sets")
-        _refuse_no_weight(float(weights.sum()), "mixture")
         self._ends = _shares(weights, len(dataset))
         if (empty := np.flatnonzero((self._sizes == 0) & (weights > 0))).size:
             raise ConfigError(f"--data.sampler mixture: data set {empty[0]} of the ConcatDataset "
