@@ -27,8 +27,7 @@ class ReplacedSample:
     by: Any
     epoch: int
     why: str
-    worker: int | None
-    """The loader worker that read it; None: the rank's own process."""
+    worker: int | None  # the loader worker that read it; None: the rank's own process
 
 
 class SampleError(RuntimeError):

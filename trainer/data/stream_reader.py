@@ -37,15 +37,12 @@ class StreamSpec:
     """
 
     dataset: Any
-    lanes: int
-    """M, the number of micro-batches in a global batch."""
+    lanes: int  # M, the number of micro-batches in a global batch
     micro_size: int
     seed: int
     collate: Collate = batches.collate
-    whole: bool = False
-    """Read a data set with `lane()` by its `__iter__` too."""
-    limit: int | None = None
-    """Samples of an epoch, over all iterators; those of the first windows."""
+    whole: bool = False  # read a data set with `lane()` by its `__iter__` too
+    limit: int | None = None  # samples of an epoch, over all iterators; those of the first windows
     read_through: bool = False
     """Ignore the states of sources: read from the start of the epoch up to a position."""
 
@@ -80,8 +77,7 @@ class LanePosition:
     """Position of a lane iterator: after `windows` windows of its epoch."""
 
     windows: int = 0
-    state: Any = None
-    """The state of the source, encoded (storage/codec.py); None if it has none."""
+    state: Any = None  # the state of the source, encoded (storage/codec.py); None if it has none
     ended: bool = False
 
 
@@ -100,13 +96,11 @@ class LaneIterator:
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place = 0
         self.ended = mark.ended
-        self._draws = True
-        """Whether the random generators are keyed before each sample."""
+        self._draws = True  # whether the random generators are keyed before each sample
         self._generators: list[Any] = []
         self._stateful: Any = None
         """The iterator or the source, whichever has a state_dict, which is then the position."""
-        self.kind = ""
-        """The class of the source that has a state_dict; "" if none has."""
+        self.kind = ""  # the class of the source that has a state_dict; "" if none has
         if mark.ended:
             return
         with self._named("opening"):

@@ -52,7 +52,7 @@ _COUNTED = ("loss", "count", "samples", "replaced")
 _FIXED = (*_COUNTED, *REQUESTS)
 COUNT = _FIXED.index("count")
 REQUESTED = slice(len(_COUNTED), len(_FIXED))
-_NO_REQUESTS = (False,) * (len(REQUESTS) - 1)
+_NO_REQUESTS = (False,) * len(REQUESTS)
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class MetricAccumulator:
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
-        self._requests: tuple[bool | Tensor, ...] = (*_NO_REQUESTS, False)
+        self._requests: tuple[bool | Tensor, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
         """Add a micro-batch, a stand-in with zeros; return its loss, a scalar with a graph."""
@@ -119,7 +119,7 @@ class MetricAccumulator:
     def set_requests(self, requests: tuple[bool, ...], changed: bool | Tensor = False,
                      nonfinite: Tensor | None = None) -> None:
         """Set this rank's requests of the step, and add `nonfinite` (0 or NaN) to its loss."""
-        self._requests = (*(requests or _NO_REQUESTS), changed)
+        self._requests = (*(requests or _NO_REQUESTS[:-1]), changed)
         if nonfinite is not None:
             row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
             row[0] = row[0] + (nonfinite.item() if self._on_host else nonfinite)
@@ -145,7 +145,7 @@ class MetricAccumulator:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
         sums = rows[0] if len(rows) == 1 else list(map(_sum, zip(*rows, strict=True)))
-        requests, self._requests = self._requests, (*_NO_REQUESTS, False)  # each counts as 0 or 1
+        requests, self._requests = self._requests, _NO_REQUESTS  # each counts as 0 or 1
         return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
 

@@ -27,8 +27,7 @@ class PrecisionPolicy:
     dtype: torch.dtype
     compile: bool
     channels_last: bool
-    mode: str | None = None
-    """The mode of `torch.compile`; None: its default."""
+    mode: str | None = None  # the mode of `torch.compile`; None: its default
 
     def __str__(self) -> str:
         names = {dtype: name for name, dtype in DTYPES.items()}

@@ -74,14 +74,6 @@ def test_samples_are_cut_out_of_batches_with_a_row_or_an_entry_of_each(given, fi
         assert content(batch.rows(given, 2, [0])) == content(first)
 
 
-def test_numbers_become_tensors_and_strings_a_list():
-    stacked = batch.collate([{"n": 1, "f": 0.5, "s": "a"}, {"n": 2, "f": 1.5, "s": "b"}])
-
-    assert stacked["n"].tolist() == [1, 2]
-    assert stacked["f"].dtype == torch.float64
-    assert stacked["s"] == ["a", "b"]
-
-
 @pytest.mark.parametrize(("samples", "message"), [
     ([{"ids": [1, 2]}, {"ids": [1]}], "different lengths, such as 1 and 2, .* collate"),
     ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), .* collate"),

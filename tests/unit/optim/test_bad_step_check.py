@@ -53,7 +53,7 @@ def test_a_loss_far_above_recent_ones_is_a_spike_if_enabled():
         assert check(strict, 8.0 + 0.1 * (n % 7)) == check(off, 8.0 + 0.1 * (n % 7)) == ""
 
     assert check(strict, 100.0) == ""  # the history is too short
-    assert check(strict, 100.0) == check(strict, 16.0) == SPIKE  # and are not added to it
+    assert check(strict, 100.0) == check(strict, 16.0) == SPIKE  # not added to it
     assert check(strict, 1.0) == ""  # downward jumps are fine
     assert check(strict, 8.9) == ""
     assert check(off, 1e9) == ""
