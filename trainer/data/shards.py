@@ -130,7 +130,7 @@ def check_lanes(stream: str, files: int, lanes: int) -> None:
     if files < lanes:
         raise ConfigError(f"{stream}: {files} files can't be dealt to {lanes} lanes, the "
                           "micro-batches of a global batch: use a larger --batch.micro-size, a "
-                          "smaller --batch.global-size, or more files (.reshard() of a data set).")
+                          "smaller --batch.global-size, or more files (Hugging Face: .reshard()).")
 
 
 def list_files(files: str | Path | Sequence[str | Path], what: str) -> list[Path]:

@@ -70,13 +70,10 @@ def members_of(optimizer: torch.optim.Optimizer) -> dict[str, Member]:
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give all parameters of an SGD a momentum if one has it: the fused kernel needs all."""
     for member in members_of(optimizer).values():
-        if not isinstance(member.optimizer, torch.optim.SGD):
-            continue
-        has_state = [bool(optimizer.state.get(p)) for p in member.parameters]
-        if any(has_state):
-            for parameter, has in zip(member.parameters, has_state, strict=True):
-                if not has:
-                    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        without = [p for p in member.parameters if not optimizer.state.get(p)]
+        if isinstance(member.optimizer, torch.optim.SGD) and len(without) < len(member.parameters):
+            for parameter in without:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def turns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
