@@ -20,7 +20,7 @@ from trainer.data.sample_errors import SampleError
 from trainer.data.stream_reader import LaneIterator, LanePosition, Positions, StreamSpec
 from trainer.data.workers import call_in_child
 from trainer.errors import ConfigError
-from trainer.run.prepare import content
+from trainer.run.proof import content
 
 DEPTHS = ((1, 7, 64, 300, 2000), (1, 7))
 """Numbers of samples of a lane in epochs 0 and 1 after which its state is tried, rounded up to
