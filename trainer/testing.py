@@ -59,8 +59,9 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
     problems = [text for text in dict.fromkeys(log.found)
                 if UNCHECKED not in text and OTHER_LOSS not in text]
     if problems:
+        number = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise AssertionError(
-            "\n- ".join([f"{type(task).__name__} has problems:", *problems])) from cause
+            "\n- ".join([f"{type(task).__name__} has {number}:", *problems])) from cause
 
 
 def _train(task: Any, batch_size: int, folder: Path, log: Log) -> None:

@@ -221,15 +221,16 @@ class Trial:
         if found:
             self._log.warn_once(found)
 
-    def repeat(self, step: int, *, moves_parameters: bool) -> None:
+    def repeat(self, step: int) -> None:
         """Collective, at the beginning of a step. Compute the first samples with weights that
         updates have changed, again with the buffers that this leaves, and again with those of the
         boundary: refuse another result in the end."""
         if not self._checks or not torch.are_deterministic_algorithms_enabled():
             return
         compute, parameters = self._compute, dict(self._compute.model.named_parameters())
-        buffers = self._built.trainable.boundary.buffers
-        copies = {p: p.detach().clone() for p in parameters.values() if moves_parameters}
+        boundary = self._built.trainable.boundary
+        buffers, moves = boundary.buffers, not boundary.only_buffers_change
+        copies = {p: p.detach().clone() for p in parameters.values() if moves}
         micro = replace(self._micro, spec=replace(self._micro.spec, step=step, last=False),
                         batch=self._micro.batch if self._few is None else self._few)
         before, seen = checksums(parameters.values()), list[Observation]()
