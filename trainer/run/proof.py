@@ -138,26 +138,16 @@ def unequal_sums(
     compute: Callable[[Any, int], Outcome], model: nn.Module, *parts: Any, tolerance: float
 ) -> tuple[list[str], str]:
     """What differs between the sums and gradients of a batch and those of its halves, one sentence
-    each; and why that can't be known, if it can't. The model's gradients are lost.
-
-    Args:
-        compute: the outcome of a batch, with random numbers that a key selects.
-        parts: the batch, its halves, and the batch in reverse order, whose gradients differ by
-            rounding only; or the batch alone, if it can't be divided.
-        tolerance: for rounding, relative to max(1, |sum|).
-    """
+    each; and why that can't be known, if it can't. The model's gradients are lost. `parts`: the
+    batch, its halves, and the batch in reverse order, whose gradients differ by rounding only; or
+    the batch alone. `tolerance` is relative to max(1, |sum|)."""
     if len(parts) == 1:
         return [], "of a batch can't be compared with those of its halves"
     buffers = Buffers(model)
-
-    def outcome(batch: Any, key: int) -> Outcome:
-        with buffers.preserved():
-            return compute(batch, key)
-
-    found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+    found = _unequal_sums(compute, model, buffers, *parts, tolerance=tolerance)
     if found is None:
         with _SameDraws():
-            found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+            found = _unequal_sums(compute, model, buffers, *parts, tolerance=tolerance)
     if found is None:
         return [], "is random in eval mode"
     if found and any(isinstance(module, torch_private.BatchNorm) and module.running_mean is None
@@ -167,27 +157,44 @@ def unequal_sums(
 
 
 def _unequal_sums(
-    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any, *parts: Any,
-    tolerance: float,
+    compute: Callable[[Any, int], Outcome], model: nn.Module, buffers: Buffers, whole: Any,
+    *parts: Any, tolerance: float,
 ) -> list[str] | None:  # fmt: skip
     """See `unequal_sums`; None if the loss is random."""
+
+    def computed(parts: Sequence[Any], key: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """The added sums of some batches, and their added gradients where these are dense."""
+        model.zero_grad(set_to_none=True)
+        added = dict[str, float]()
+        for part in parts:
+            with buffers.preserved():
+                outcome = compute(part, key)
+            added = {name: value + added.get(name, 0.0) for name, value in sums(outcome).items()}
+            if (total := check_outcome(outcome)[0]).requires_grad:
+                with no_marks(model.parameters()):
+                    total.backward()
+        slopes = {name: parameter.grad for name, parameter in model.named_parameters()
+                  if parameter.grad is not None and parameter.grad.layout == torch.strided}
+        model.zero_grad(set_to_none=True)
+        return added, slopes
+
     *halves, turned = parts
-    one, slopes = _sums_and_gradients(compute, model, [whole], 1)
+    one, slopes = computed([whole])
     if not math.isfinite(one["Outcome.total"]):
         return []
-    added, added_slopes = _sums_and_gradients(compute, model, halves, 1)
+    added, added_slopes = computed(halves)
     problems = [f"{name} of a batch is {value:.6g}, but {added.get(name, math.nan):.6g} for the "
                 "same samples in two batches" for name, value in one.items()
                 if not abs(value - added.get(name, math.nan)) <= tolerance * max(1.0, abs(value))]
     names = [] if problems else _unequal_gradients(slopes, added_slopes, {}, tolerance)
     if names:
-        _, rounded = _sums_and_gradients(compute, model, [turned], 1)
+        _, rounded = computed([turned])
         names = _unequal_gradients(slopes, added_slopes, rounded, tolerance)
     if names:
         problems = [f"the gradient of {listed(names)} for a batch is not the sum of those for the "
                     "same samples in two batches"]
     if problems:
-        again, slopes_again = _sums_and_gradients(compute, model, [whole], 2)
+        again, slopes_again = computed([whole], key=2)
         if again != one or differing(slopes, slopes_again):
             return None
     return problems
@@ -205,25 +212,6 @@ def _unequal_gradients(
     return [name for name, norm in norms.items() if name in other
             and float((one[name] - other[name]).norm()) > least + share * norm + ROUNDINGS * float(
                 (one[name] - rounded.get(name, one[name])).norm())]
-
-
-def _sums_and_gradients(
-    compute: Callable[[Any, int], Outcome], model: nn.Module, parts: Sequence[Any], key: int
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The added sums of some batches, and their added gradients where these are dense."""
-    model.zero_grad(set_to_none=True)
-    added = dict[str, float]()
-    for part in parts:
-        outcome = compute(part, key)
-        found = sums(outcome)
-        added = {name: value + added.get(name, 0.0) for name, value in found.items()}
-        if (total := check_outcome(outcome)[0]).requires_grad:
-            with no_marks(model.parameters()):
-                total.backward()
-    slopes = {name: parameter.grad for name, parameter in model.named_parameters()
-              if parameter.grad is not None and parameter.grad.layout == torch.strided}
-    model.zero_grad(set_to_none=True)
-    return added, slopes
 
 
 def sums(outcome: Outcome) -> dict[str, float]:
