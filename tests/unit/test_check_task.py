@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from brought_task import Penalty, Slope
 from tape_task import Tape, Tokens
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -299,8 +300,12 @@ def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
     assert problem in problems(with_loss(loss))
 
 
-def test_a_mean_over_a_batch_that_cannot_be_cut_is_found():
-    assert "Outcome.total of a batch is" in problems(MeanOfNodes())
+@pytest.mark.parametrize(("task", "problem"), [
+    (MeanOfNodes(), "Outcome.total of a batch is"),
+    (Slope(), "the gradient of weight, bias for a batch is not the sum"),
+    (Penalty(), "the loss can't be computed without gradients, as a")])
+def test_what_only_the_batch_the_gradient_or_a_validation_shows_is_found(task, problem):
+    assert problem in problems(task)
 
 
 def test_all_problems_before_a_refusal_are_listed():
