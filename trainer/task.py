@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -371,19 +372,12 @@ def _described(value: Any) -> str:
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split `--task NAME` from the other arguments; the task determines which flags exist."""
-    rest: list[str] = []
-    name = None
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--task":
-            name = next(remaining, None)
-            if name is None or name.startswith("-"):
-                raise ConfigError("--task: give the name of a task or module:Class.")
-        elif argument.startswith("--task="):
-            name = argument.removeprefix("--task=")
-        else:
-            rest.append(argument)
-    return name, rest
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", nargs="?", const="")
+    options, rest = parser.parse_known_args(arguments)
+    if options.task == "":
+        raise ConfigError("--task: give the name of a task or module:Class.")
+    return options.task, rest
 
 
 def find_task(name: str) -> type:

@@ -41,8 +41,8 @@ from trainer.storage import tensorfile
 from trainer.task import Outcome, check_outcome
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
-MOST_VALUES = 10_000
-"""Maximal number of values of an attribute that are compared."""
+MOST_VALUES, DEPTH = 10_000, 12
+"""Maximal number, and depth, of the values of an attribute that are compared."""
 _NAMED = (type, types.ModuleType, nn.Module)
 """Values that are known by their type alone."""
 _STATES: dict[type, Callable[[Any], Any]] = {
@@ -53,20 +53,23 @@ _STATES: dict[type, Callable[[Any], Any]] = {
 
 def content(sample: Any) -> bytes:
     """Serialize a nested sample or batch: equal bytes mean equal content."""
-    return b"".join(_content(sample, set()))
+    return b"".join(_content(sample, set(), 300))
 
 
-def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Each leaf is preceded by its type; `seen` ends cyclic references."""
+def _content(value: Any, seen: set[int], depth: int) -> Iterator[bytes]:
+    """Each leaf is preceded by its type; `seen` ends cyclic references, `depth` linked lists."""
+    if isinstance(value, Tensor) and value.is_nested:
+        value = value.unbind()
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield as_bytes(dense.cpu()).numpy().tobytes()
+        if not value.is_meta:
+            yield as_bytes(dense.cpu()).numpy().tobytes()
         return
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         yield f"{type(value).__name__} {value!r}".encode()
         return
-    if hasattr(value, "__array_interface__") and not isinstance(value, type):  # numpy's, PIL's
+    if hasattr(type(value), "__array_interface__"):  # numpy's, PIL's
         array = np.asarray(value)
         yield f"{array.dtype} {array.shape}".encode()
         if not array.dtype.hasobject:
@@ -74,6 +77,8 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
             return
         value = array.ravel().tolist()
     yield type(value).__qualname__.encode()
+    if not depth:
+        return
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     elif isinstance(value, Mapping):
@@ -89,20 +94,18 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
         value = [entry for pair in named.items() for entry in pair]
     yield str(len(value)).encode()
     for entry in value:
-        yield from _content(entry, seen)
+        yield from _content(entry, seen, depth - 1)
 
 
 def attributes(model: nn.Module) -> dict[str, str]:
     """Name → digest of the content of each attribute of the modules that is no part of a model."""
-    found = {}
-    for owner, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OWN_OF_MODULES and not isinstance(value, CommunicationTimer):
-                digest = xxhash.xxh3_128()
-                for part in islice(_content(value, set()), MOST_VALUES):
-                    digest.update(part)
-                found[f"{owner}.{name}".lstrip(".")] = digest.hexdigest()
-    return found
+    found = {f"{owner}.{name}".lstrip("."): value for owner, module in model.named_modules()
+             for name, value in vars(module).items()
+             if name not in _OWN_OF_MODULES and not isinstance(value, CommunicationTimer)}
+    shared = {id(value): value for value in found.values()}  # such as the configuration of layers
+    digests = {key: xxhash.xxh3_128(b"".join(islice(_content(value, set(), DEPTH), MOST_VALUES)))
+               for key, value in shared.items()}
+    return {name: digests[id(value)].hexdigest() for name, value in found.items()}
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

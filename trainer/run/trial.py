@@ -101,10 +101,7 @@ def _numbers(loss: Any) -> dict[str, Any]:
 
 
 class Trial:
-    """The first samples of a run, which are computed again and again.
-
-    Args:
-        micro: the first micro-batch.
+    """The first samples of a run, of the micro-batch `micro`, which are computed again and again.
     """
 
     def __init__(self, built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) -> None:

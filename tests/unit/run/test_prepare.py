@@ -210,6 +210,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "dataclasses": (lambda i: Pair(i, "x"), lambda i: Pair(i, "y")),
     "sets": (lambda i: {"a", "b"}, lambda i: {"a", "c"}),
     "bfloat16": (lambda i: torch.tensor(i).bfloat16(), lambda i: torch.tensor(i + 1).bfloat16()),
+    "nested": (lambda i: torch.nested.nested_tensor([torch.zeros(i)], layout=torch.jagged),
+               lambda i: torch.nested.nested_tensor([torch.ones(i)], layout=torch.jagged)),
     "sparse": (lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse())}
 
 
