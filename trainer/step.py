@@ -378,10 +378,10 @@ class Step:
         if 0 < self.computes.frozen_until < step:  # the first of these steps may be skipped
             fill_momentum(self.optimizer)
         self.optimizer.step()  # `scaler.step` would read from the device what `norm` tells
-        rate = self._lrs()[0]
+        rate = self.optimizer.param_groups[0]["lr"]
         self.schedule.step()
         if "cycles" in self.state.parts:
-            self.state.parts["cycles"].note(step, rate, self._lrs()[0])
+            self.state.parts["cycles"].note(step, float(rate), self._lrs()[0])
         if self.after_step is not None:
             rng.seed_all(step, AFTER_STEP, state=key, devices=on_device)
             rng.key(self._own_generators, self.state.seed, rng.MICRO, step,

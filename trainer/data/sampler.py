@@ -6,9 +6,10 @@ takes the contiguous block [r·M/W, (r+1)·M/W), so a change of W changes no mic
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class BatchPlan:
 
     origin: DataPosition = DataPosition()
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         return self._windows(self.samples)
 
@@ -50,7 +51,7 @@ class BatchPlan:
         whole, rest = divmod(max(0, samples), self.global_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
-    @property
+    @functools.cached_property
     def _first_windows(self) -> int:
         """Windows in the epoch of the origin."""
         return self._windows(self.samples - self.origin.sample)
@@ -131,32 +132,45 @@ class MicroBatchSampler:
     total_steps: int
 
     def __iter__(self) -> Iterator[MicroBatchSpec]:
-        waiting: list[tuple[MicroBatchSpec, range]] = []
+        waiting, samples, epoch = list[_Places](), 0, -1
         for step in range(self.position + 1, self.total_steps + 1):
-            waiting += self._places_of(step)
-            is_end = step == self.total_steps or self.plan.epoch_of(step + 1) != waiting[0][0].epoch
-            if is_end or sum(len(places) for _, places in waiting) >= BLOCK:
-                yield from self._ordered(waiting)
-                waiting = []
+            if samples >= BLOCK or self.plan.epoch_of(step) != epoch:
+                yield from self._ordered(waiting, epoch)
+                waiting, samples, epoch = [], 0, self.plan.epoch_of(step)
+            for own in self._places_of(step):
+                waiting.append(own)
+                samples += len(own.places)
+        yield from self._ordered(waiting, epoch)
 
-    def _places_of(self, step: int) -> Iterator[tuple[MicroBatchSpec, range]]:
-        """This rank's micro-batches of a step, still without samples, and their places."""
+    def _places_of(self, step: int) -> Iterator[_Places]:
+        """This rank's micro-batches of a step."""
         first, end = self.plan.window(step)
-        micro_batches = self.plan.micro_batches(step)
+        micro_batches, size = self.plan.micro_batches(step), self.plan.micro_size
         numbers = list(block(micro_batches, self.rank, self.num_ranks))
         numbers += [-1] * (micro_batches_per_rank(micro_batches, self.num_ranks) - len(numbers))
-        for place, number in enumerate(numbers, start=1):
-            start = first + max(number, 0) * self.plan.micro_size
-            spec = MicroBatchSpec(step, self.plan.epoch_of(step), number, place == len(numbers), ())
-            yield spec, range(start, min(start + self.plan.micro_size, end))
+        for count, number in enumerate(numbers, start=1):
+            start = first + max(number, 0) * size
+            yield _Places(step, number, count == len(numbers), range(start, min(start + size, end)))
 
-    def _ordered(self, waiting: list[tuple[MicroBatchSpec, range]]) -> Iterator[MicroBatchSpec]:
+    def _ordered(self, waiting: list[_Places], epoch: int) -> Iterator[MicroBatchSpec]:
         """Micro-batches of one epoch with their samples."""
-        places = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64) for _, p in waiting])
-        found, at = self.order(waiting[0][0].epoch, places).tolist(), 0
-        for spec, own in waiting:
+        if not waiting:
+            return
+        places = np.concatenate([np.arange(p.start, p.stop, dtype=np.int64)
+                                 for *_, p in waiting])
+        found, at = self.order(epoch, places).tolist(), 0
+        for step, number, last, own in waiting:
             indices, at = tuple(found[at : at + len(own)]), at + len(own)
             if self.order.repeats:
                 indices = tuple(map(Draw, indices, own))
-            used, stand_in = (indices, ()) if spec.number >= 0 else ((), indices)
-            yield dataclasses.replace(spec, indices=used, stand_in=stand_in)
+            used, stand_in = (indices, ()) if number >= 0 else ((), indices)
+            yield MicroBatchSpec(step, epoch, number, last, used, stand_in)
+
+
+class _Places(NamedTuple):
+    """A micro-batch of a rank, and its places in the order of the epoch."""
+
+    step: int
+    number: int
+    last: bool
+    places: range

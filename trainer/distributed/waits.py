@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from enum import Enum
 from types import CodeType, FrameType
 
@@ -30,16 +28,19 @@ _markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
 """Thread → (wait, code that marked it), the innermost last."""
 
 
-@contextlib.contextmanager
-def waiting_for(whom: WaitsFor) -> Iterator[None]:
+class waiting_for:
     """Context in which the calling thread waits, unless it runs user code (a hook, an autograd
-    function) there: see `waits_for`."""
-    stack = _markers.setdefault(threading.get_ident(), [])
-    stack.append((whom, sys._getframe(2).f_code))  # of the `with`; 1 is contextlib's
-    try:
-        yield
-    finally:
-        stack.pop()
+    function) there: see `waits_for`. Each step has two of them."""
+
+    def __init__(self, whom: WaitsFor) -> None:
+        self._whom = whom
+
+    def __enter__(self) -> None:
+        _markers.setdefault(threading.get_ident(), []).append(
+            (self._whom, sys._getframe(1).f_code))
+
+    def __exit__(self, *error: object) -> None:
+        _markers[threading.get_ident()].pop()
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ LARGEST_TABLE = 10_000
 """Largest number of counts in a recorded table: a confusion matrix of 100 classes."""
 MOST_PENDING = 4096
 """Lines that every rank keeps, at most, while rank 0 can write the file."""
+
+LOOK_EVERY_S = 1.0
+"""Interval of looking whether another process has damaged the file."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
@@ -182,7 +186,7 @@ class Metrics:
         self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
         self._sinks: list[Sink] = []
-        self._waited_s = 0.0
+        self._waited_s = self._look_at_s = 0.0
 
     def continue_at(self, end: FileMark) -> None:
         """Discard the pending lines, at a start or after a rollback; the next one begins at `end`.
@@ -280,8 +284,10 @@ class Metrics:
         self._show(line, timing)  # before writing: a later attempt shows what the file lacks
         if self._file is not None:
             self._file.append(data)
-            with contextlib.suppress(OSError):  # a full disk: `sync` tries again
-                self._repair()
+            if (now_s := time.monotonic()) >= self._look_at_s:
+                self._look_at_s = now_s + LOOK_EVERY_S
+                with contextlib.suppress(OSError):  # a full disk: `sync` tries again
+                    self._repair()
 
     def _repair(self) -> None:
         """Restore the file if another process has removed, replaced or cut it during the run."""
