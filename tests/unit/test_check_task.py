@@ -27,7 +27,7 @@ from trainer.testing import check_task
 class Points(Dataset):
     """Sample i is (x_i, y_i)."""
 
-    def __init__(self, count: int = 40) -> None:
+    def __init__(self, count: int = 10) -> None:
         self.x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
@@ -268,7 +268,7 @@ class Moving(IterableDataset):
      "between two data sets created one after the other"),
     (with_data(reading(keep)), "cache the random numbers of their first read"),
     (with_data(reading(lambda data, i: {}["no such file"]), "test"),
-     "reading sample 19 of epoch 0 raised KeyError: 'no such file'"),
+     "of epoch 0 raised KeyError: 'no such file'"),
     (with_data(lambda: None), 'dataset("train") returned None'),
     (with_data(lambda: Points(0)), 'dataset("train") is empty'),
     (with_data(Moving), "a second iteration over the training stream gives other samples")])
