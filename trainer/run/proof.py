@@ -53,11 +53,12 @@ _STATES: dict[type, Callable[[Any], Any]] = {
 
 def content(sample: Any) -> bytes:
     """Serialize a nested sample or batch: equal bytes mean equal content."""
-    return b"".join(_content(sample, set(), 300))
+    return b"".join(_content(sample, set(), -1))
 
 
 def _content(value: Any, seen: set[int], depth: int) -> Iterator[bytes]:
-    """Each leaf is preceded by its type; `seen` ends cyclic references, `depth` linked lists."""
+    """Each leaf is preceded by its type; `seen` ends cyclic references, `depth` linked lists
+    (-1: no limit)."""
     if isinstance(value, Tensor) and value.is_nested:
         value = value.unbind()
     if isinstance(value, Tensor):
