@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import Config, Outcome
 from trainer.__main__ import main
-from trainer.commands.library import _process_settings_restored, train
+from trainer.commands.library import process_settings_restored, train
 from trainer.commands.predict import _lines
 from trainer.config.fields import Duration
 from trainer.config.schema import BadStepConfig, Batch, Checkpoint, Eval, Optim, WorldConfig
@@ -46,7 +46,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
     """Restore the threads and the determinism settings that a command changes in its process."""
-    with _process_settings_restored():
+    with process_settings_restored():
         yield
 
 
