@@ -196,8 +196,8 @@ def _refuse(origin: str, others: Mapping[str, str], samples: int) -> NoReturn:
     forms = listed(f"{name} ({form})" for name, form in others.items()) or "None"
     raise ConfigError(
         f"--task: for a batch of {samples} samples {origin} returned {forms}, not a tensor with "
-        "one row for each sample or a list with one entry for each; give the task a method "
-        "predict(model, batch) that returns one, or several by name.")
+        "one row for each sample or a list with one entry for each; let a method predict(model, "
+        "batch) of the task return such outputs alone, one or several by name.")
 
 
 def _stacked(rows: list[Row]) -> dict[str, Tensor]:
