@@ -52,13 +52,10 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
     """Collective. Find the micro-batches that made the last step bad; `window` are this rank's.
 
     These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
-    computed again, and those whose gradients or buffers are not finite count.
-
-    Returns:
-        for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
-        number), "buffers" (names of those that the forward left non-finite), and "input" (samples
-        with non-finite values, or, with "buffers", with values that have no finite square).
-    """
+    computed again, and those whose gradients or buffers are not finite count. Returns for each:
+    "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON number),
+    "buffers" (names of those that the forward left non-finite), and "input" (samples with
+    non-finite values, or, with "buffers", with values that have no finite square)."""
     losses = [float(total) for total in step.objective.accumulator.totals]
     bad: dict[int, list[str]] = {
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
