@@ -22,7 +22,7 @@ SOURCES = [path for package in ("trainer", "launch") for path in (ROOT / package
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 STANDARD = ("os._exit", "sys._getframe", "sys._current_frames", "atexit._run_exitfuncs",
             "subprocess._args_from_interpreter_flags", "np.random.mtrand._rand",
-            "parser._actions")
+            "parser._actions", "value._asdict")
 """Private names of other libraries."""
 
 
