@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 ROOMS = (
     "errors rng", "storage", "task", "telemetry", "distributed", "resilience",
-    "config", "data", "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands",
+    "config", "data", "optim", "checkpoint", "step", "run", "tasks", "loop", "commands", "testing",
     "__init__ __main__")
 """The rooms of `trainer/` and the modules beside them, in their order. A module imports from its
 own room and from rooms before it; what it needs of a later one is passed in."""

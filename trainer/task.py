@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -110,58 +111,53 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
                           "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
-    if wrong := _find_misuse(outcome):
-        raise ConfigError(f"the task's loss: {wrong}.")
-    metrics: dict[str, tuple[Any, Any]] = {}
-    total = outcome.total
+    total, losses = outcome.total, dict[str, tuple[Any, Any]]()
     if not isinstance(total, Tensor) and isinstance(total, _MAPPING):
-        metrics = {name: (value, outcome.count) for name, value in total.items()}
+        losses = {name: (value, outcome.count) for name, value in total.items()}
         total = torch.stack([value.float() for value in total.values()]).sum()
-    for name in (*metrics, *outcome.metrics):
-        if not isinstance(name, str):
-            raise ConfigError(f"the task's loss returned a metric named {name!r}; use a string.")
-        if name in RESERVED_METRICS or name.startswith("val_"):
-            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is reserved, "
-                              f"as are {', '.join(RESERVED_METRICS)} and all that begin with val_; "
-                              "choose another name.")
-    if metrics and (twice := metrics.keys() & outcome.metrics.keys()):
-        raise ConfigError(f"the task's loss returned {min(twice)!r} both as a loss and a metric; "
-                          "choose another name for one of them.")
+    if wrong := _find_misuse(outcome, total, losses):
+        raise ConfigError(f"the task's loss: {wrong}.")
+    return total, losses | dict(outcome.metrics)
+
+
+def _find_misuse(outcome: Outcome, total: Any, losses: Mapping[str, Any]) -> str:
+    """What is wrong with an `Outcome`; empty if nothing is."""
     if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
-        form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
-                else type(total).__name__)
-        raise ConfigError(f"Outcome.total is {form}; return a scalar tensor: the loss summed over "
-                          "the micro-batch.")
-    return total, metrics | dict(outcome.metrics)
-
-
-def _find_misuse(outcome: Outcome) -> str:
-    """Why the sums and counts of an `Outcome` are invalid; empty if they are valid."""
+        return (f"Outcome.total is {_form(total)}; return a scalar tensor: the loss summed over "
+                "the micro-batch")
     if outcome.table is not None and not isinstance(outcome.table, Tensor):
-        return f"Outcome.table is a {type(outcome.table).__name__}; use a tensor of counts"
+        return f"Outcome.table is {_form(outcome.table)}; use a tensor of counts"
     if not isinstance(outcome.metrics, _MAPPING):
-        return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; use a dict of "
-                "name: (sum, count)")
+        return f"Outcome.metrics is {_form(outcome.metrics)}; use a dict of name: (sum, count)"
+    for name in (*losses, *outcome.metrics):
+        if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith("val_"):
+            return (f"a metric {name!r}; use another string: reserved are "
+                    f"{', '.join(RESERVED_METRICS)} and all that begin with val_")
+    if losses and (twice := losses.keys() & outcome.metrics.keys()):
+        return f"{min(twice)!r} both as a loss and a metric; choose another name for one of them"
     for name, pair in outcome.metrics.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            return f"the metric {name!r} is a {type(pair).__name__}; use (sum, count)"
-        for what, value in zip(("sum", "count"), pair, strict=True):
-            if wrong := _not_a_scalar(value):
-                return f"the {what} of the metric {name!r} {wrong}"
-    if wrong := _not_a_scalar(outcome.count):
-        return f"Outcome.count {wrong}"
+            return f"the metric {name!r} is {_form(pair)}; use (sum, count)"
+        if not (_is_scalar(pair[0]) and _is_scalar(pair[1])):
+            return (f"the sum and the count of the metric {name!r} are {_form(pair[0])} and "
+                    f"{_form(pair[1])}; use numbers or scalar tensors")
+    if not _is_scalar(outcome.count):
+        return f"Outcome.count is {_form(outcome.count)}; use a number or a scalar tensor: the sum"
     if not isinstance(outcome.count, Tensor) and not 0 <= outcome.count < math.inf:
         return (f"Outcome.count is {outcome.count}; the denominator of the mean must be finite and "
                 "0 or more")
     return ""
 
 
-def _not_a_scalar(value: Any) -> str:
+def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return "" if value.numel() == 1 and not value.is_complex() else (
-            f"is {tuple(value.shape)} {value.dtype}; use a scalar: the sum")
-    return "" if hasattr(value, "__float__") else (
-        f"is a {type(value).__name__}; use a number or a scalar tensor")
+        return value.numel() == 1 and not value.is_complex()
+    return hasattr(value, "__float__")
+
+
+def _form(value: Any) -> str:
+    return (f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else
+            f"a {type(value).__name__}")
 
 
 @runtime_checkable
@@ -293,9 +289,10 @@ def task_metrics(task: Any) -> dict[str, Any]:
     metrics: dict[Any, Any] = dict(found.items()) if hasattr(found, "items") else {None: found}
     for name, metric in metrics.items():
         if not isinstance(name, str) or not all(hasattr(metric, member) for member in (
-                "update", "compute", "metric_state", "modules")):
-            raise ConfigError(f"--task: metrics() returned {found!r}; return a dict of name: "
-                              "torchmetrics.Metric, or a MetricCollection.")
+                "update", "compute", "add_state", "modules")):
+            raise ConfigError(
+                f"--task: metrics(): a {type(metric).__name__} in place of a metric; return a dict "
+                "of name: torchmetrics.Metric, or one MetricCollection.")
         if name in (*RESERVED_METRICS, *task_figures(task)):
             raise ConfigError(f"--task: metrics() has {name!r}, but val_{name} is taken; choose "
                               "another name.")
@@ -376,19 +373,12 @@ def _described(value: Any) -> str:
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split `--task NAME` from the other arguments; the task determines which flags exist."""
-    rest: list[str] = []
-    name = None
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument == "--task":
-            name = next(remaining, None)
-            if name is None or name.startswith("-"):
-                raise ConfigError("--task: give the name of a task or module:Class.")
-        elif argument.startswith("--task="):
-            name = argument.removeprefix("--task=")
-        else:
-            rest.append(argument)
-    return name, rest
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", nargs="?", const="")
+    options, rest = parser.parse_known_args(arguments)
+    if options.task == "":
+        raise ConfigError("--task: give the name of a task or module:Class.")
+    return options.task, rest
 
 
 def find_task(name: str) -> type:

@@ -13,16 +13,12 @@ TAPE = ["--task=tape_task:Tape", "--device=cpu", "--task.samples=200"]
 UNFIT = ["--task=hidden_task:Hidden", "--task.way=sparse", "--device=cpu", "--steps=4",
          "--batch.global-size=8", "--batch.micro-size=2"]
 BAD = {
-    "unknown flag": (["--optm.lr=1"], ["--optm.lr", "optim.lr"]),
     "task that can't be imported": (
         ["--task=broken_task:Task"],
         ["broken_task", "the user's own mistake", "broken_task.py", "Traceback"]),
     "task in a script that ends itself": (
         ["--task=script_task:Task"],
         ["script_task", "SystemExit: 0", "script_task.py", "Traceback"]),
-    "loss that does not fit the model": (
-        ["--task=softmax_task:Softmax", "--device=cpu"],
-        ["cross-entropy: the model's output went through a softmax"]),
     "plateau without validation": (
         [*TAPE, "--schedule.name=plateau"], ["the task has no validation data"]),
     "plateau of an unknown figure": (

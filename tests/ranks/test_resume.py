@@ -74,8 +74,6 @@ DISTURBED = {
         [[75, 75, 75]]),
     "stops at the last steps": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
                                 stops(8, 9, rank=1), [[75, 75]] * 2),
-    "nesterov": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=sgd",
-                     "--optim.nesterov=on"), stops(2, 5), [[75]] * 2),
     "rmsprop and an unused parameter": (
         1, (*TAPE, "--task=tape_task:Unused", "--steps=6", "--optim.name=torch.optim:RMSprop"),
         stops(2, 5), [[75]] * 2),
@@ -169,17 +167,6 @@ def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate
     assert rates[10:] == [rates[9]] * 5
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["determinism"]["label"] == "equivalent"
-
-
-def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd):
-    arguments = [*NET, "--steps=4"]
-    folder = run(ranks, 1, tmp_path / "run", *arguments, "--inject=term:step=2", code=75)
-
-    for changed in ("batch.global-size=4", "task.samples=161"):
-        run(ranks, 1, folder, *arguments, f"--{changed}", code=2)
-        assert f"--accept {changed.partition('=')[0]}" in capfd.readouterr().out
-
-    run(ranks, 1, folder, *arguments)
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "all"])

@@ -14,8 +14,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainer import Outcome
 
-SCALE = nn.Parameter(torch.zeros(()))
-
 
 @dataclass(frozen=True)
 class Regression:
@@ -38,22 +36,6 @@ class Mean(Regression):
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
         return Outcome(functional.mse_loss(model(batch[0]), batch[1]), len(batch[0]))
-
-
-class MeanMetric(Regression):
-    """A metric that is a mean."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Outcome:
-        error = (model(batch[0]) - batch[1]).square()
-        return Outcome(error.sum(), len(error), {"error": (error.detach().mean(), len(error))})
-
-
-class Outside(Regression):
-    """A trainable weight of the loss, which is no part of the model."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Outcome:
-        error, count = (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
-        return Outcome(error * (-SCALE).exp() + count * SCALE, count)
 
 
 class OnlyTraining(Regression):

@@ -28,7 +28,6 @@ class Net(nn.Module):
         self.way = way
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.count = 0
-        self.noise = torch.Generator()
         self.register_buffer("mean", torch.zeros(0 if way == "grows" else 1, WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", None, persistent=False)
@@ -60,13 +59,9 @@ class Net(nn.Module):
                 with torch.no_grad():
                     self.teacher.weight.lerp_(self.body.weight, 0.1)
                 h = h + self.teacher(x)
-            case "remembers":
-                self.count += 1
             case "counts":
                 self.count += 1
                 h = h * (1 + 0.1 * self.count)
-            case "draws":
-                h = h + torch.randn(1, generator=self.noise)
             case "counts elsewhere":
                 COUNT["forwards"] += 1
                 h = h * (1 + 0.1 * COUNT["forwards"])
@@ -91,30 +86,19 @@ class Net(nn.Module):
         return self.head(h)
 
 
-class Keeping(Dataset):
-    """Data that count their reads, depend on the previous epoch, or cache their random draws."""
+class Ordering(Dataset):
+    """Data that depend on the previous epoch."""
 
-    def __init__(self, way: str) -> None:
-        self.way, self.reads, self.drawn = way, 0, dict[int, Tensor]()
-        self.order = torch.arange(24)
+    order = torch.arange(24)
 
     def set_epoch(self, epoch: int) -> None:
-        if self.way == "ordering data":
-            self.order = self.order[torch.randperm(24)]
+        self.order = self.order[torch.randperm(24)]
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = torch.ones(WIDTH) * self.order[index]
-        if self.way == "counting data":
-            self.reads += 1
-            x = x + self.reads
-        elif self.way == "drawn data":
-            if index not in self.drawn:
-                self.drawn[index] = torch.randn(WIDTH)
-            x = self.drawn[index]
-        return x, torch.ones(1)
+        return torch.ones(WIDTH) * self.order[index], torch.ones(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +114,8 @@ class Hidden:
     def dataset(self, split: str) -> Dataset | None:
         if split != "train":
             return None
-        if self.way in ("counting data", "ordering data", "drawn data"):
-            return Keeping(self.way)
+        if self.way == "ordering data":
+            return Ordering()
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(24, WIDTH, generator=generator)
         if self.way == "data of a rank":

@@ -85,14 +85,14 @@ def train(config: Config[Any]) -> Trained:
     if not isinstance(config, Config):
         raise TypeError(f"train() takes a trainer.Config, not a {type(config).__name__}: "
                         "train(Config(task=Mine(), run=\"runs/mine\"))")
-    config = _resolve(config)
+    config = resolve_task(config)
     if not _IN_PROGRESS.acquire(blocking=False):
         raise RuntimeError("train() is running in this process already, and another training "
                            "would change its random states; start another process for it.")
     as_rank = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     try:
         try:
-            with _process_settings_restored():
+            with process_settings_restored():
                 (_train_as_rank if as_rank else train_in_process)(config)
         finally:
             gc.collect()  # the objects of a run form reference cycles and hold device memory
@@ -101,7 +101,7 @@ def train(config: Config[Any]) -> Trained:
         _IN_PROGRESS.release()
 
 
-def _resolve(config: Config[Any]) -> Config[Any]:
+def resolve_task(config: Config[Any]) -> Config[Any]:
     """Return the configuration with an instance of the task and with an absolute run folder."""
     task = config.task
     kind = find_task(task) if isinstance(task, str) else task
@@ -207,7 +207,7 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_settings_restored() -> Iterator[None]:
+def process_settings_restored() -> Iterator[None]:
     """Restore the settings that a training changes in the whole process."""
     cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
     flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark")}

@@ -33,46 +33,59 @@ def in_scratch_folder(argv: Sequence[str], command: str) -> Iterator[Config[Any]
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(f"{command} runs in one process; start it without a launcher, as python "
                           "-m trainer.")
-    config, off = command_line.parse_config(argv), Duration(0)
+    config = command_line.parse_config(argv)
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        yield dataclasses.replace(
-            config, run=str(Path(folder) / "run"), resume="auto", inject=(),
-            checkpoint=dataclasses.replace(config.checkpoint, mirror=None, mirror_every="auto"),
-            log=dataclasses.replace(
-                config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
-                graph="off", wandb="off", hints_off=("all",)))
+        yield silent(config, Path(folder))
+
+
+def silent(config: Config[Any], folder: Path) -> Config[Any]:
+    """The configuration of a new run below a folder, without records, uploads and faults."""
+    off = Duration(0)
+    return dataclasses.replace(
+        config, run=str(folder / "run"), resume="auto", inject=(),
+        checkpoint=dataclasses.replace(config.checkpoint, mirror=None, mirror_every="auto"),
+        log=dataclasses.replace(
+            config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
+            graph="off", wandb="off", hints_off=("all",)))
 
 
 @contextlib.contextmanager
 def scratch_run(
     argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
 ) -> Iterator[Run]:
-    """Build and warm up a new run in this process, from the arguments of a training run.
+    """Build and warm up a new run in this process, from the arguments of a training run."""
+    with (in_scratch_folder(argv, f"trainer {command}") as config,
+          started(config, Log(level="warning"), steps=steps, clock=clock) as run):
+        yield run
 
-    Its weights are newly initialized, the schedule is constant, and nothing is saved.
-    """
-    off, log = Duration(0), Log(level="warning")
-    with in_scratch_folder(argv, f"trainer {command}") as config:
-        scratch = dataclasses.replace(
-            config, steps=steps, epochs=None, overfit=None,
-            schedule=Schedule(name="constant", warmup=off),
-            checkpoint=dataclasses.replace(config.checkpoint, every=off),
-            eval=dataclasses.replace(config.eval, every=off, best="auto"))
-        set_determinism(config.numerics.deterministic == "on")
-        with World.form(device=config.device, threads=config.world.threads,
-                        launch=LaunchInfo()) as world:
-            marks = ProgressMarks(log.status)
-            if clock is not None:
-                marks.subscribe(clock)
-            built = build(scratch, world, log, StopSignals(), marks)
-            try:
-                run = start(built)
-                log.status.enter(Phase.TRAIN)
-                yield run
-            finally:
-                built.guard.abandon()
-                built.guard.release()
-                log.close()
+
+@contextlib.contextmanager
+def started(
+    config: Config[Any], log: Log, *, steps: int, clock: Subscriber | None = None
+) -> Iterator[Run]:
+    """Build and warm up a new run in this process. Its weights are newly initialized, the schedule
+    is constant, and nothing is saved."""
+    off = Duration(0)
+    scratch = dataclasses.replace(
+        config, steps=steps, epochs=None, overfit=None,
+        schedule=Schedule(name="constant", warmup=off),
+        checkpoint=dataclasses.replace(config.checkpoint, every=off),
+        eval=dataclasses.replace(config.eval, every=off, best="auto"))
+    set_determinism(config.numerics.deterministic == "on")
+    with World.form(device=config.device, threads=config.world.threads,
+                    launch=LaunchInfo()) as world:
+        marks = ProgressMarks(log.status)
+        if clock is not None:
+            marks.subscribe(clock)
+        built = build(scratch, world, log, StopSignals(), marks)
+        try:
+            run = start(built)
+            log.status.enter(Phase.TRAIN)
+            yield run
+        finally:
+            built.guard.abandon()
+            built.guard.release()
+            log.close()
 
 
 def next_step(run: Run) -> StepResult:

@@ -4,6 +4,7 @@ tests/unit/distributed/test_torch_private.py has a test for each entry."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,9 +23,8 @@ BatchNorm = _BatchNorm
 """The base of all batch norms. DDP refuses subclasses of the public nn.SyncBatchNorm on a CPU."""
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor has been changed in place. Public functions only raise this counter."""
-    return tensor._version
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor has been changed in place. Public functions only raise this counter."""
 
 
 def is_in_bad_fork() -> bool:

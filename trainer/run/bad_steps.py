@@ -52,13 +52,10 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
     """Collective. Find the micro-batches that made the last step bad; `window` are this rank's.
 
     These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
-    computed again, and those whose gradients or buffers are not finite count.
-
-    Returns:
-        for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
-        number), "buffers" (names of those that the forward left non-finite), and "input" (samples
-        with non-finite values, or, with "buffers", with values that have no finite square).
-    """
+    computed again, and those whose gradients or buffers are not finite count. Returns for each:
+    "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON number),
+    "buffers" (names of those that the forward left non-finite), and "input" (samples with
+    non-finite values, or, with "buffers", with values that have no finite square)."""
     losses = [float(total) for total in step.objective.accumulator.totals]
     bad: dict[int, list[str]] = {
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
@@ -217,7 +214,8 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)
-        found = found.for_validation(run.setup.fingerprints)
+        state = found.state.for_validation(run.setup.fingerprints)
+        found = dataclasses.replace(found, state=state)
         bad, excluded = list(progress.bad), [*progress.excluded_steps, *exclude]
         reopen(run, found)
         checkpoint.go_back(found)

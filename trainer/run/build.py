@@ -1,6 +1,6 @@
 """Build a run in stages, each of which returns a frozen value.
 
-Three of them act on what an earlier one returned: `_initialize` loads the weights of --init,
+Three of them act on what an earlier one returned: `_find_resumption` loads the weights of --init,
 `_enter_folder` takes the lock, and a stream adds its position to the training state.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
@@ -145,14 +144,17 @@ def _find_resumption(
         setup, doubts = startup_checks.check_streams(setup, world, context.log, config)
         if config.eval.every_s:
             doubts = [*doubts, "--eval.every-s: when it validates depends on the time"]
-        report, others = _initialize(context, setup)
+        report = [] if config.init is None else world.fail_together(partial(
+            pretrained.load_initial_weights, setup.model, context.init,
+            strict=config.init_strict == "on"))
+        others = startup_checks.check_weights(setup, world, context.log)
         setup, more = startup_checks.check_sample_reproducibility(setup, context.log, config)
         return setup, Resumption(
             found=None, position=0, initial_weights=report,
             decision=compatibility.ResumeDecision(reasons=(*doubts, *others, *more, *kernels)),
             circumstances=circumstances.find(context, setup))
     setup = startup_checks.recall(setup, found.state.circumstances)
-    found = found.for_validation(setup.fingerprints)
+    found = replace(found, state=found.state.for_validation(setup.fingerprints))
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):
@@ -191,17 +193,6 @@ def _find_checkpoint(context: Context, folder: RunFolder) -> CheckpointRef | Non
         log.warning(f"checkpoint skipped: {why}")
         log.event("checkpoint-skipped", why=why)
     return found
-
-
-def _initialize(context: Context, setup: Setup) -> tuple[list[str], list[str]]:
-    """Collective. Load the weights of --init and check a new run. Returns the report on these
-    weights, and why the run is only equivalent to another start."""
-    config, world, report = context.config, context.world, list[str]()
-    if config.init is not None:
-        report = world.fail_together(partial(
-            pretrained.load_initial_weights, setup.model, context.init,
-            strict=config.init_strict == "on"))
-    return report, startup_checks.check_weights(setup, world, context.log)
 
 
 def _enter_folder(
@@ -286,7 +277,10 @@ def _make_computes(
 ) -> tuple[ForwardBackward, ...]:
     """Collective. Wrap model and loss for each turn, whose gradients alone are reduced."""
     config, world, of_turn = context.config, context.world, dict[str, ForwardBackward]()
-    turns = turns_of(setup.optimizer)
+    turns, find_unused = turns_of(setup.optimizer), config.parallel.find_unused == "on"
+    group = world.group if config.parallel.reduction == "ddp" else None
+    # Unshared buffers are taken from the last rank.
+    options = {"nonfinite": boundary.buffers.nonfinite} if world.rank == world.size - 1 else {}
     for turn in dict.fromkeys(turns):
         of = TurnParameters(setup.optimizer, turn, frozen)
         if not of.trained:
@@ -294,37 +288,23 @@ def _make_computes(
                               f"nothing to train{f' in the turn {turn!r}' if turn else ''}; freeze "
                               "less.")
         with of.alone():
-            wrapped, objective = _wrap(config, setup, world, boundary, turn)
+            objective = ddp.Objective(
+                setup.model, partial(setup.task.loss, turn=turn) if turn else setup.task.loss,
+                num_ranks=world.size if group else 1, nominal_count=config.batch.global_size,
+                device=world.device, changed=boundary.buffers.changed, **options)
+            wrapped = ddp.wrap(objective, group=group, device=world.device,
+                               bucket_mb=config.parallel.bucket_mb, find_unused=find_unused)
             reduction: Reduction = iter
             if setup.choice.mode and world.device.type == "cuda":
                 reduction = partial(ddp.with_own_gradients, of.trained)
             if config.parallel.reduction == "canonical":
                 reduction = RankInvariantReduction(
                     objective, of.trained, boundary.buffers, world, setup.plan,
-                    optional=config.parallel.find_unused == "on")
+                    optional=find_unused)
             of_turn[turn] = ForwardBackward(
                 objective, wrapped, state, context.marks,
                 precision.autocast(setup.choice, world.device), reduction=reduction, of=of)
     return tuple(of_turn[turn] for turn in turns)
-
-
-def _wrap(
-    config: Config[Any], setup: Setup, world: World, boundary: StepBoundary, turn: str
-) -> tuple[nn.Module, ddp.Objective]:
-    """Collective. Join model and loss, under DDP if it reduces the gradients."""
-    group = world.group if config.parallel.reduction == "ddp" else None
-    options = {}
-    if world.rank == world.size - 1:  # unshared buffers are taken from this rank
-        options["nonfinite"] = boundary.buffers.nonfinite
-    objective = ddp.Objective(
-        setup.model, partial(setup.task.loss, turn=turn) if turn else setup.task.loss,
-        num_ranks=world.size if group else 1,
-        nominal_count=config.batch.global_size, device=world.device,
-        changed=boundary.buffers.changed, **options)
-    wrapped = ddp.wrap(objective, group=group, device=world.device,
-                       bucket_mb=config.parallel.bucket_mb,
-                       find_unused=config.parallel.find_unused == "on")
-    return wrapped, objective
 
 
 def _arm(

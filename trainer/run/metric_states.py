@@ -25,11 +25,8 @@ MOST_VALUES = 100
 
 
 class MetricStates:
-    """The metrics of a task over one data set.
-
-    Raises:
-        ConfigError: a state is neither a sum, a maximum, a minimum nor a list of tensors.
-    """
+    """The metrics of a task over one data set. ConfigError if a state is neither a sum, a maximum,
+    a minimum nor a list of tensors."""
 
     def __init__(self, task: Any, device: torch.device) -> None:
         self.metrics: dict[str, Any] = task_metrics(task)

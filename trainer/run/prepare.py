@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import rng
@@ -24,14 +23,13 @@ from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import StreamSpec, first_samples, known_length
 from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.device import OMP, share_of_cores
-from trainer.distributed.serialization import as_bytes
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.optim.named_optimizers import optimizer_of
 from trainer.run.metric_states import MetricStates
 from trainer.run.model_modes import in_evaluation, set_training
-from trainer.run.proof import check_state_dict
+from trainer.run.proof import check_state_dict, content
 from trainer.storage.secrets import mask
 from trainer.task import check_signatures, load_object, method_of, splits_of, task_figures
 from trainer.telemetry import wandb
@@ -252,8 +250,7 @@ def make_model(
     set_training(model)
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
-    layout = torch.channels_last if choice.channels_last else torch.preserve_format
-    return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
+    return precision.place(model, choice, device), choice
 
 
 def _plan(
@@ -361,45 +358,6 @@ def _fingerprint(
 def fingerprinted(count: int) -> list[int]:
     """The samples, of `count`, that a fingerprint reads."""
     return [rng.mix(rng.DATA, place) % count for place in range(min(16, count))]
-
-
-def content(sample: Any) -> bytes:
-    """Serialize a nested sample or batch: equal bytes mean equal content."""
-    return b"".join(_content(sample, set()))
-
-
-def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Each leaf is preceded by its type; `seen` ends cyclic references."""
-    if isinstance(value, Tensor):
-        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield as_bytes(dense.cpu()).numpy().tobytes()
-        return
-    if isinstance(value, bool | int | float | complex | str | bytes | None):
-        yield f"{type(value).__name__} {value!r}".encode()
-        return
-    if hasattr(value, "__array_interface__") and not isinstance(value, type):  # numpy's, PIL's
-        array = np.asarray(value)
-        yield f"{array.dtype} {array.shape}".encode()
-        if not array.dtype.hasobject:
-            yield array.tobytes()
-            return
-        value = array.ravel().tolist()
-    yield type(value).__qualname__.encode()
-    if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
-    elif isinstance(value, Mapping):
-        value = [entry for pair in value.items() for entry in pair]
-    elif not isinstance(value, tuple | list):  # a dataclass, or an object of the task
-        if id(value) in seen or isinstance(value, type):
-            return
-        seen.add(id(value))
-        slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-        named = {f.name: getattr(value, f.name) for f in slots} or getattr(value, "__dict__", {})
-        value = [entry for pair in named.items() for entry in pair]
-    yield str(len(value)).encode()
-    for entry in value:
-        yield from _content(entry, seen)
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:

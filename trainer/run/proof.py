@@ -11,12 +11,13 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -33,102 +34,85 @@ from trainer.distributed import torch_private
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.distributed.ddp import no_marks
 from trainer.distributed.replica_check import checksums
+from trainer.distributed.serialization import as_bytes
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.named_optimizers import turns_of
 from trainer.storage import tensorfile
 from trainer.task import Outcome, check_outcome
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
-_DEPTH = 12
-MOST_VALUES = 10_000
-"""Maximal number of attributes that are compared."""
+MOST_VALUES, DEPTH = 10_000, 12
+"""Maximal number, and depth, of the values of an attribute that are compared."""
+_NAMED = (type, types.ModuleType, nn.Module)
+"""Values that are known by their type alone."""
+_STATES: dict[type, Callable[[Any], Any]] = {
+    random.Random: random.Random.getstate, torch.Generator: torch.Generator.get_state,
+    np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+    np.random.RandomState: lambda generator: repr(generator.get_state())}
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested structures of tensors and other values are equal; NaN equals NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        if one.is_floating_point() or one.is_complex():
-            return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-        return torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and (
-            one.tobytes() == other.tobytes())
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        return all(same(getattr(one, f.name), getattr(other, f.name))
-                   for f in dataclasses.fields(one))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)
+def content(sample: Any) -> bytes:
+    """Serialize a nested sample or batch: equal bytes mean equal content."""
+    return b"".join(_content(sample, set(), -1))
 
 
-def values(
-    owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
-    state: bool = True, most: int | None = None,
-) -> dict[str, Any]:
-    """Numbers, strings, tensors (mapped by `of`) and generator states in an object's attributes, by
-    path; with parameters and buffers of modules if `state`."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-
-    def walk(item: Any, path: str, depth: int) -> None:
-        if most is not None and len(found) >= most:
+def _content(value: Any, seen: set[int], depth: int) -> Iterator[bytes]:
+    """Each leaf is preceded by its type; `seen` ends cyclic references, `depth` linked lists
+    (-1: no limit)."""
+    if isinstance(value, Tensor) and value.is_nested:
+        value = value.unbind()
+    if isinstance(value, Tensor):
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if not value.is_meta:
+            yield as_bytes(dense.cpu()).numpy().tobytes()
+        return
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        yield f"{type(value).__name__} {value!r}".encode()
+        return
+    if hasattr(type(value), "__array_interface__"):  # numpy's, PIL's
+        array = np.asarray(value)
+        yield f"{array.dtype} {array.shape}".encode()
+        if not array.dtype.hasobject:
+            yield array.tobytes()
             return
-        if isinstance(item, Tensor):
-            found[path] = of(item)
-        elif isinstance(item, bool | int | float | complex | str | np.ndarray | np.generic):
-            found[path] = copy.deepcopy(item)
-        elif isinstance(item, random.Random):
-            found[path] = item.getstate()
-        elif isinstance(item, torch.Generator):
-            found[path] = item.get_state()
-        elif isinstance(item, np.random.Generator):
-            found[path] = repr(item.bit_generator.state)
-        elif isinstance(item, np.random.RandomState):
-            found[path] = repr(item.get_state())
-        elif depth and id(item) not in seen:
-            seen.add(id(item))
-            for name, value in _members(item, state):
-                walk(value, f"{path}.{name}" if path else name, depth - 1)
+        value = array.ravel().tolist()
+    yield type(value).__qualname__.encode()
+    if not depth:
+        return
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    elif isinstance(value, Mapping):
+        value = [entry for pair in value.items() for entry in pair]
+    elif isinstance(value, tuple(_STATES)):
+        value = [state(value) for kind, state in _STATES.items() if isinstance(value, kind)]
+    elif not isinstance(value, tuple | list | deque):  # a dataclass, or an object of the task
+        if id(value) in seen or isinstance(value, _NAMED):
+            return
+        seen.add(id(value))
+        slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        named = {f.name: getattr(value, f.name) for f in slots} or getattr(value, "__dict__", {})
+        value = [entry for pair in named.items() for entry in pair]
+    yield str(len(value)).encode()
+    for entry in value:
+        yield from _content(entry, seen, depth - 1)
 
-    walk(owner, "", _DEPTH)
-    return found
 
-
-def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
-    if isinstance(item, nn.Module):
-        own = {n: v for n, v in vars(item).items() if n not in _OWN_OF_MODULES}
-        held = [*item.named_parameters(recurse=False), *item.named_buffers(recurse=False)]
-        return [*own.items(), *(held if state else ()), *item.named_children()]
-    if isinstance(item, Mapping):
-        return [(str(key), value) for key, value in item.items()]
-    if isinstance(item, list | tuple | set | frozenset | deque):
-        return [(str(index), value) for index, value in enumerate(item)]
-    if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype
-                  | CommunicationTimer):
-        return []
-    return list(getattr(item, "__dict__", {}).items())
+def attributes(model: nn.Module) -> dict[str, str]:
+    """Name → digest of the content of each attribute of the modules that is no part of a model."""
+    found = {f"{owner}.{name}".lstrip("."): value for owner, module in model.named_modules()
+             for name, value in vars(module).items()
+             if name not in _OWN_OF_MODULES and not isinstance(value, CommunicationTimer)}
+    shared = {id(value): value for value in found.values()}  # such as the configuration of layers
+    digests = {key: xxhash.xxh3_128(b"".join(islice(_content(value, set(), DEPTH), MOST_VALUES)))
+               for key, value in shared.items()}
+    return {name: digests[id(value)].hexdigest() for name, value in found.items()}
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of entries that are missing in one of the two, or not equal."""
-    return [name for name in {**other, **one}
-            if name not in one or name not in other or not same(one[name], other[name])]
-
-
-def short_form(tensor: Tensor) -> Any:
-    """A few bytes that represent a tensor in comparisons."""
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return str(tensor.shape)
-    numbers = tensor.detach()
-    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-    numbers = numbers.cpu().double()  # mps has no float64
-    return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
+    return [name for name in {**other, **one} if name not in one or name not in other
+            or content(one[name]) != content(other[name])]
 
 
 class _SameDraws(torch_private.TorchDispatchMode):
@@ -158,26 +142,16 @@ def unequal_sums(
     compute: Callable[[Any, int], Outcome], model: nn.Module, *parts: Any, tolerance: float
 ) -> tuple[list[str], str]:
     """What differs between the sums and gradients of a batch and those of its halves, one sentence
-    each; and why that can't be known, if it can't. The model's gradients are lost.
-
-    Args:
-        compute: the outcome of a batch, with random numbers that a key selects.
-        parts: the batch, its halves, and the batch in reverse order, whose gradients differ by
-            rounding only; or the batch alone, if it can't be divided.
-        tolerance: for rounding, relative to max(1, |sum|).
-    """
+    each; and why that can't be known, if it can't. The model's gradients are lost. `parts`: the
+    batch, its halves, and the batch in reverse order, whose gradients differ by rounding only; or
+    the batch alone. `tolerance` is relative to max(1, |sum|)."""
     if len(parts) == 1:
         return [], "of a batch can't be compared with those of its halves"
     buffers = Buffers(model)
-
-    def outcome(batch: Any, key: int) -> Outcome:
-        with buffers.preserved():
-            return compute(batch, key)
-
-    found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+    found = _unequal_sums(compute, model, buffers, *parts, tolerance=tolerance)
     if found is None:
         with _SameDraws():
-            found = _unequal_sums(outcome, model, *parts, tolerance=tolerance)
+            found = _unequal_sums(compute, model, buffers, *parts, tolerance=tolerance)
     if found is None:
         return [], "is random in eval mode"
     if found and any(isinstance(module, torch_private.BatchNorm) and module.running_mean is None
@@ -187,27 +161,44 @@ def unequal_sums(
 
 
 def _unequal_sums(
-    compute: Callable[[Any, int], Outcome], model: nn.Module, whole: Any, *parts: Any,
-    tolerance: float,
+    compute: Callable[[Any, int], Outcome], model: nn.Module, buffers: Buffers, whole: Any,
+    *parts: Any, tolerance: float,
 ) -> list[str] | None:  # fmt: skip
     """See `unequal_sums`; None if the loss is random."""
+
+    def computed(parts: Sequence[Any], key: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """The added sums of some batches, and their added gradients where these are dense."""
+        model.zero_grad(set_to_none=True)
+        added = dict[str, float]()
+        for part in parts:
+            with buffers.preserved():
+                outcome = compute(part, key)
+            added = {name: value + added.get(name, 0.0) for name, value in sums(outcome).items()}
+            if (total := check_outcome(outcome)[0]).requires_grad:
+                with no_marks(model.parameters()):
+                    total.backward()
+        slopes = {name: parameter.grad for name, parameter in model.named_parameters()
+                  if parameter.grad is not None and parameter.grad.layout == torch.strided}
+        model.zero_grad(set_to_none=True)
+        return added, slopes
+
     *halves, turned = parts
-    one, slopes = _sums_and_gradients(compute, model, [whole], 1)
+    one, slopes = computed([whole])
     if not math.isfinite(one["Outcome.total"]):
         return []
-    added, added_slopes = _sums_and_gradients(compute, model, halves, 1)
+    added, added_slopes = computed(halves)
     problems = [f"{name} of a batch is {value:.6g}, but {added.get(name, math.nan):.6g} for the "
                 "same samples in two batches" for name, value in one.items()
                 if not abs(value - added.get(name, math.nan)) <= tolerance * max(1.0, abs(value))]
     names = [] if problems else _unequal_gradients(slopes, added_slopes, {}, tolerance)
     if names:
-        _, rounded = _sums_and_gradients(compute, model, [turned], 1)
+        _, rounded = computed([turned])
         names = _unequal_gradients(slopes, added_slopes, rounded, tolerance)
     if names:
         problems = [f"the gradient of {listed(names)} for a batch is not the sum of those for the "
                     "same samples in two batches"]
     if problems:
-        again, slopes_again = _sums_and_gradients(compute, model, [whole], 2)
+        again, slopes_again = computed([whole], key=2)
         if again != one or differing(slopes, slopes_again):
             return None
     return problems
@@ -225,25 +216,6 @@ def _unequal_gradients(
     return [name for name, norm in norms.items() if name in other
             and float((one[name] - other[name]).norm()) > least + share * norm + ROUNDINGS * float(
                 (one[name] - rounded.get(name, one[name])).norm())]
-
-
-def _sums_and_gradients(
-    compute: Callable[[Any, int], Outcome], model: nn.Module, parts: Sequence[Any], key: int
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The added sums of some batches, and their added gradients where these are dense."""
-    model.zero_grad(set_to_none=True)
-    added = dict[str, float]()
-    for part in parts:
-        outcome = compute(part, key)
-        found = sums(outcome)
-        added = {name: value + added.get(name, 0.0) for name, value in found.items()}
-        if (total := check_outcome(outcome)[0]).requires_grad:
-            with no_marks(model.parameters()):
-                total.backward()
-    slopes = {name: parameter.grad for name, parameter in model.named_parameters()
-              if parameter.grad is not None and parameter.grad.layout == torch.strided}
-    model.zero_grad(set_to_none=True)
-    return added, slopes
 
 
 def sums(outcome: Outcome) -> dict[str, float]:
@@ -388,9 +360,9 @@ def prove_update(state: TrainState) -> None:
         except (CheckpointDamaged, RuntimeError) as error:
             lost = [str(error)]
         lost += [f"{names[p]}: {key}" for p, entry in entries.items() for key, value in
-                 entry.items() if not same(value, optimizer.state[p].get(key))]
+                 entry.items() if content(value) != content(optimizer.state[p].get(key))]
         lost += [key for old, new in zip(groups, optimizer.param_groups, strict=True)
-                 for key in old if key != "params" and not same(old[key], new[key])]
+                 for key in old if key != "params" and content(old[key]) != content(new[key])]
         second = first if lost else update()
     optimizer.state.clear()
     optimizer.state.update(entries)

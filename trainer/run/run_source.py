@@ -26,16 +26,9 @@ TRIES = 5  # to read a checkpoint: the run may prune it in the meantime
 def run_folder(
     run: Path | str, *, checkpoint: str | None = None, product: bool = False
 ) -> Iterator[Path]:
-    """The folder of a run. That of a URL exists in the context only, and holds the newest records.
-
-    Args:
-        run: a path, or a URL.
-        checkpoint: the one that is needed: best, last (with best, both) or a step.
-        product: whether model.safetensors of a finished run is needed.
-
-    Raises:
-        ConfigError: the URL is wrong, can't be read, or doesn't have this checkpoint.
-    """
+    """The folder of a run. That of a URL exists in the context only, and holds the newest records;
+    if needed, a `checkpoint` (best, last, which includes the best one, or a step) and the `product`
+    of a finished run. ConfigError if the URL is wrong, can't be read, or lacks the checkpoint."""
     if isinstance(run, Path):
         yield run
         return

@@ -20,7 +20,8 @@ from trainer.distributed.partition import block
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, from_rank, listed
-from trainer.run.prepare import Setup, content, fingerprinted, fingerprints_of, make_data
+from trainer.run.prepare import Setup, fingerprinted, fingerprints_of, make_data
+from trainer.run.proof import content
 from trainer.run.stream_proof import DIFFERS, StreamProof, prove_stream, reach, remedies
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
@@ -41,7 +42,7 @@ def check_data(work: Setup, world: World, config: Config[Any]) -> Setup:
                             if found[split] != what), (0, what))
         if not rank:
             continue
-        differs = world.fail_together(partial(_is_unordered, work, split, config))
+        differs = world.fail_together(partial(is_unordered, work, split, config))
         if not any(world.gather_json(differs)):
             raise from_rank(0, ConfigError(
                 f'--task: dataset("{split}") on rank {rank} ({other}) differs from that on rank 0 '
@@ -57,7 +58,7 @@ def check_data(work: Setup, world: World, config: Config[Any]) -> Setup:
     return work
 
 
-def _is_unordered(work: Setup, split: str, config: Config[Any]) -> bool:
+def is_unordered(work: Setup, split: str, config: Config[Any]) -> bool:
     """Whether a split, made anew, gives other samples than those of its fingerprint."""
     return any(fingerprints_of(work.task, {split: make_data(work.task, config, split)}, config,
                                work.order)[split] != work.fingerprints[split] for _ in range(3))
@@ -98,7 +99,7 @@ def check_sample_reproducibility(work: Setup, log: Log, config: Config[Any]
         again = _stream_differs if isinstance(dataset, IterableDataset) else _samples_differ
         why, remedy = again(work, split, config.seed)
         if why:
-            if _is_unordered(work, split, config):
+            if is_unordered(work, split, config):
                 work = unordered(work, split)
             reasons.append(why)
             log.warn_once(f"{why}: {remedy}")

@@ -20,7 +20,7 @@ from trainer.data.sample_errors import SampleError
 from trainer.data.stream_reader import LaneIterator, LanePosition, Positions, StreamSpec
 from trainer.data.workers import call_in_child
 from trainer.errors import ConfigError
-from trainer.run.prepare import content
+from trainer.run.proof import content
 
 DEPTHS = ((1, 7, 64, 300, 2000), (1, 7))
 """Numbers of samples of a lane in epochs 0 and 1 after which its state is tried, rounded up to
@@ -76,15 +76,8 @@ class StreamProof:
 
 
 def prove_stream(spec: StreamSpec, lanes: Sequence[int], *, daemon: bool) -> StreamProof:
-    """Try the states of some lanes and the next one, of a data set that nothing has read yet.
-
-    Args:
-        daemon: as in the loader processes of the run, the data set can't start processes.
-
-    Raises:
-        ConfigError: the data set needs processes of its own.
-        RuntimeError: see `call_in_child`.
-    """
+    """Try the states of some lanes and the next one, of a data set that nothing has read yet. It
+    can't start processes in a `daemon`, as in loader processes; ConfigError if it needs them."""
     deadline_s, size = time.monotonic() + ALL_S, spec.samples_per_window
     numbers = spec.iterators_of(sorted({*lanes, (lanes[-1] + 1) % spec.lanes}))
     depths = [sorted({-(-depth // size) for depth in some}) for some in DEPTHS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from trainer.distributed.replica_check import checksums
 from trainer.errors import ConfigError, from_rank, listed
 from trainer.run import proof
 from trainer.run.model_modes import eval_mode
-from trainer.run.prepare import Setup, content
+from trainer.run.prepare import Setup
+from trainer.run.proof import content
 from trainer.run.run import BuiltRun
 from trainer.step import NOTHING, ForwardBackward
 from trainer.task import Outcome, check_outcome
@@ -38,6 +39,8 @@ HIDDEN = (
     "that no checkpoint holds (an attribute, a global variable, a generator, the clock), so a "
     "restart gives other bits. Keep state in buffers (register_buffer with a tensor), and draw "
     "from torch, numpy.random or random directly.{}")
+UNCHECKED = "so it isn't checked that it is a sum"
+OTHER_LOSS = "so another number of ranks gives another loss"
 MOVED = ("the model's forward begins to change the parameters {} after the first updates, and a "
          "rank could not save inside a step: change them in after_step(model, step), or make them "
          "buffers (register_buffer).")
@@ -74,8 +77,7 @@ class Observation:
     def _add_outcome(self, objective: Objective, outcome: Outcome) -> None:
         self.results.update(proof.sums(outcome))
         self.foreign.extend(proof.foreign_leaves(check_outcome(outcome)[0], objective.model))
-        self.attributes.update(_numbers(objective.loss) | proof.values(
-            objective.model, of=proof.short_form, state=False, most=proof.MOST_VALUES))
+        self.attributes.update(_numbers(objective.loss) | proof.attributes(objective.model))
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
         self.gradients.setdefault(name, []).append(
@@ -99,10 +101,7 @@ def _numbers(loss: Any) -> dict[str, Any]:
 
 
 class Trial:
-    """The first samples of a run, which are computed again and again.
-
-    Args:
-        micro: the first micro-batch.
+    """The first samples of a run, of the micro-batch `micro`, which are computed again and again.
     """
 
     def __init__(self, built: BuiltRun, compute: ForwardBackward, micro: MicroBatch) -> None:
@@ -148,7 +147,7 @@ class Trial:
                 cause = f" ({summarize_exception(error)})"
         if unchecked:
             self._log.warn_once(
-                f"the loss {unchecked}, so it isn't checked that it is a sum{cause}")
+                f"the loss {unchecked}, {UNCHECKED}{cause}")
         if found := [problem for rank in world.gather_json(mine) for problem in rank]:
             raise from_rank(0, ConfigError(f"--task: {found[0]}: {proof.SUMS}"))
 
@@ -219,15 +218,16 @@ class Trial:
         if found:
             self._log.warn_once(found)
 
-    def repeat(self, step: int, *, moves_parameters: bool) -> None:
+    def repeat(self, step: int) -> None:
         """Collective, at the beginning of a step. Compute the first samples with weights that
         updates have changed, again with the buffers that this leaves, and again with those of the
         boundary: refuse another result in the end."""
         if not self._checks or not torch.are_deterministic_algorithms_enabled():
             return
         compute, parameters = self._compute, dict(self._compute.model.named_parameters())
-        buffers = self._built.trainable.boundary.buffers
-        copies = {p: p.detach().clone() for p in parameters.values() if moves_parameters}
+        boundary = self._built.trainable.boundary
+        buffers, moves = boundary.buffers, not boundary.only_buffers_change
+        copies = {p: p.detach().clone() for p in parameters.values() if moves}
         micro = replace(self._micro, spec=replace(self._micro.spec, step=step, last=False),
                         batch=self._micro.batch if self._few is None else self._few)
         before, seen = checksums(parameters.values()), list[Observation]()
@@ -250,8 +250,8 @@ class Trial:
         if seen[0].differences(seen[1]) and not isinstance(
                 compute.reduction, RankInvariantReduction):
             self._log.warn_once(
-                "the training loss depends on buffers that the forward changes, so another number "
-                "of ranks gives another loss (not with --parallel.reduction canonical)")
+                f"the training loss depends on buffers that the forward changes, {OTHER_LOSS} (not "
+                "with --parallel.reduction canonical)")
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
@@ -261,55 +261,35 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
 
 
 def _parts(setup: Setup, micro: MicroBatch, seed: int) -> list[Any]:
-    """The first samples of a micro-batch, `divided`, or all of them alone; none if it has one."""
+    """A few of the first samples of a micro-batch, their halves, and all in reverse order; all of
+    them alone if they can't be divided, none if there is only one. If `collate` mixes the samples,
+    draws for each of them or needs more, the batch is cut."""
     indices, data = micro.spec.indices or micro.spec.stand_in, setup.data["train"]
     device, count = next(setup.model.parameters()).device, min(len(indices), FEW)
     if count < 2:
         return []
-    if isinstance(data, IterableDataset):
-        return _cuts(micro.batch, micro.samples, _pieces(count)) or [micro.batch]
-    reader = KeyedSamples(data, seed=seed, collate=setup.collate, same_draws=True)
-
-    def read(piece: Sequence[int]) -> Any:
-        return reader[replace(micro.spec, indices=tuple(indices[i] for i in piece))].batch
-
-    try:
-        parts = divided(read, count, rng.find_generators(data, setup.collate))
-        again = content(read(range(count)))
-    except SampleError:  # bad samples that were replaced, or too few
-        return [micro.batch]
-    return [batches.to_device(batch, device)
-            for batch in (parts if again == content(parts[0]) else parts[:1])]
-
-
-def _pieces(count: int) -> list[list[int]]:
     every = [*range(count)]
-    return [every, every[: count // 2], every[count // 2 :], every[::-1]]
-
-
-def divided(
-    read: Callable[[Sequence[int]], Any], count: int, generators: Sequence[Any]
-) -> list[Any]:
-    """A batch of samples that `read` gives by number, its halves, and all in reverse order. If
-    `collate` mixes the samples, draws for each of them or needs more, the batch is cut; if it can't
-    be, it is returned alone.
-
-    Args:
-        generators: those that `read` draws from, besides the process-wide ones.
-    """
-    pieces, parts, drawn = _pieces(count), list[Any](), set[bytes]()
-    try:
-        for piece in pieces:
-            parts.append(read(piece))
-            drawn.add(content([rng.digest(rng.snapshot()), proof.values(generators)]))
-    except SampleError:
-        if not parts:
-            raise
-    cuts = _cuts(parts[0], count, pieces)
-    if len(drawn) > 1 or len(parts) < len(pieces):  # not one size for all, for example, but masks
-        return cuts or parts[:1]
+    pieces = [every, every[: count // 2], every[count // 2 :], every[::-1]]
+    if isinstance(data, IterableDataset):
+        return _cuts(micro.batch, micro.samples, pieces) or [micro.batch]
+    reader = KeyedSamples(data, seed=seed, collate=setup.collate, same_draws=True)
+    generators = rng.find_generators(data, setup.collate)
+    parts, drawn = list[Any](), set[bytes]()
+    with contextlib.suppress(SampleError):  # `collate` may need more samples than a half has
+        for piece in (every, *pieces):
+            spec = replace(micro.spec, indices=tuple(indices[i] for i in piece))
+            parts.append(reader[spec].batch)
+            drawn.add(content([rng.digest(rng.snapshot()), generators]))
+    if len(parts) < 2:  # a bad sample, which was replaced
+        return [micro.batch]
+    first, *parts = parts
+    cuts = _cuts(first, count, pieces)
     mixed = cuts and content([*batches.tensors(cuts[-1])]) != content([*batches.tensors(parts[-1])])
-    return cuts if mixed else parts
+    if content(first) != content(parts[0]):
+        parts = parts[:1]
+    elif mixed or len(drawn) > 1 or len(parts) < len(pieces):  # not one draw for all, but masks
+        parts = cuts or parts[:1]
+    return [batches.to_device(batch, device) for batch in parts]
 
 
 def _cuts(batch: Any, samples: int, pieces: list[list[int]]) -> list[Any]:

@@ -100,7 +100,7 @@ def start(built: BuiltRun) -> Run:
     return Run(**vars(built), step=step, replica_check=replica_check)
 
 
-def warm_up(built: BuiltRun) -> tuple[ModelFacts, Callable[[int], None] | None]:
+def warm_up(built: BuiltRun) -> tuple[ModelFacts, Trial | None]:
     """Collective. Compute one synchronised forward and backward of the first real micro-batch, for
     each turn, and restore buffers and gradients afterwards.
 
@@ -108,19 +108,17 @@ def warm_up(built: BuiltRun) -> tuple[ModelFacts, Callable[[int], None] | None]:
     more ranks: the first step of a resumed attempt would differ from that of an unbroken run.
     """
     found = [_warm_up(built, compute) for compute in built.trainable.computes]
-    facts, trial = [one for one, _ in found], found[0][1]
-    sizes = [one.activations_mb for one in facts if one.activations_mb is not None]
-    together = ModelFacts(mutates_batch=any(one.mutates_batch for one in facts),
-                          moves_parameters=any(one.moves_parameters for one in facts),
-                          activations_mb=max(sizes, default=None))
-    repeat = None if trial is None else partial(
-        trial.repeat, moves_parameters=together.moves_parameters)
-    return together, repeat
+    mutates, moves, sizes, trials = zip(*found, strict=True)
+    return ModelFacts(mutates_batch=any(mutates), moves_parameters=any(moves),
+                      activations_mb=max((mb for mb in sizes if mb is not None), default=None)
+                      ), trials[0]
 
 
-def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Trial | None]:
-    """Collective. See `warm_up`; with the trial of the first samples, in the first steps of a run.
-    """
+def _warm_up(
+    built: BuiltRun, compute: ForwardBackward
+) -> tuple[bool, bool, float | None, Trial | None]:
+    """Collective. See `ModelFacts`; with the trial of the first samples, in the first steps of a
+    run."""
     world, trainable = built.context.world, built.trainable
     state, buffers = trainable.state, trainable.boundary.buffers
     model, objective = compute.model, compute.objective
@@ -165,8 +163,7 @@ def _warm_up(built: BuiltRun, compute: ForwardBackward) -> tuple[ModelFacts, Tri
         buffers.put_back_saved()
         trial.compare(first, second)
     buffers.put_back()
-    return ModelFacts(mutates_batch=mutates_batch, moves_parameters=moves,
-                      activations_mb=activations), trial
+    return mutates_batch, moves, activations, trial
 
 
 def _rehearse(
@@ -180,7 +177,9 @@ def _rehearse(
         compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
     state.check_structure()
-    unused = _without_gradient(compute)
+    others = set(compute.of.others)
+    unused = [n for n, p in compute.model.named_parameters()
+              if p.requires_grad and p.grad is None and p not in others]
     if not may_be_unused:
         of = f" in the turn {compute.turn!r}" * bool(compute.turn)
         _refuse_on_all_ranks(
@@ -196,12 +195,6 @@ def _rehearse(
     buffers.put_back_saved()
     state.optimizer.zero_grad(set_to_none=True)
     return seen
-
-
-def _without_gradient(compute: ForwardBackward) -> list[str]:
-    others = set(compute.of.others)
-    return [n for n, p in compute.model.named_parameters()
-            if p.requires_grad and p.grad is None and p not in others]
 
 
 def _refuse_partial_gradients(model: nn.Module, world: World, seen: Observation) -> None:
@@ -263,9 +256,7 @@ def _moves_parameters(
     return True
 
 
-def _make_step(
-    built: BuiltRun, facts: ModelFacts, trial: Callable[[int], None] | None
-) -> Step:
+def _make_step(built: BuiltRun, facts: ModelFacts, trial: Trial | None) -> Step:
     context, trainable, config = built.context, built.trainable, built.context.config
     log, compute = context.log, trainable.compute
 
@@ -283,7 +274,8 @@ def _make_step(
     return Step(
         computes=trainable.computes, state=trainable.state, boundary=trainable.boundary,
         facts=facts, world=context.world, health=trainable.health, clip=config.clip,
-        status=context.status, min_samples=min_samples, trial=trial,
+        status=context.status, min_samples=min_samples,
+        trial=None if trial is None else trial.repeat,
         after_step=method_of(built.setup.task, "after_step"),
         nan_detector=detect_nan if config.numerics.anomaly == "on" else None)
 

@@ -28,7 +28,7 @@ class Console(Sink):
         self._log, self._total, self._every, self._clock = log, total, every, clock
         self._start, self._bar = start, None
         self._began = self._shown_s = clock()
-        self._where = ""  # epoch and rate of the last step
+        self._last: dict[str, Any] = {}  # line of a step
         self._restarts = [f"restarts {restarts}"] if restarts else []
         self._note: Callable[[], str] = str
         if bar:
@@ -51,7 +51,7 @@ class Console(Sink):
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
-        self._where = f"epoch {line['epoch']}, lr {line['lr']:.2e}, "
+        self._last = line
         if not timing:
             return  # a step of an earlier attempt
         if self._bar is not None:
@@ -92,8 +92,9 @@ class Console(Sink):
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
         train = _loss(line.get("train_loss"), "none").replace("  ", " ")
+        where = f"epoch {self._last['epoch']}, lr {self._last['lr']:.2e}, " if self._last else ""
         parts = [self._step_label(line["step"]), _loss(line["val_loss"], "nan"), others,
-                 f"(validation; {self._where}training {train})"]
+                 f"(validation; {where}training {train})"]
         self._log.info("  ".join(filter(None, parts)))
 
     def text(self, text: str, step: int) -> None:

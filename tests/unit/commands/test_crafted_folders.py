@@ -25,7 +25,7 @@ from trainer.checkpoint.manifest import encode_manifest
 from trainer.checkpoint.restore import restore_state
 from trainer.commands import inspect
 from trainer.commands.compare import COMPARED
-from trainer.commands.library import _process_settings_restored, train, train_in_process
+from trainer.commands.library import process_settings_restored, train, train_in_process
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Eval, WorldConfig
 from trainer.errors import AlreadyFinished, ConfigError
@@ -60,7 +60,7 @@ def crafted(run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
-    with _process_settings_restored():
+    with process_settings_restored():
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import batch
-from trainer.run.prepare import content
+from trainer.run.proof import content
 
 
 class Pair(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.distributed import serialization
-from trainer.run.prepare import content
+from trainer.run.proof import content
 
 
 @pytest.mark.parametrize("other", [

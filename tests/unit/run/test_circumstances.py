@@ -18,7 +18,7 @@ from torch import nn
 from trainer import Config
 from trainer.commands import compare
 from trainer.commands.inspect import inspect
-from trainer.commands.library import _process_settings_restored, train
+from trainer.commands.library import process_settings_restored, train
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
 from trainer.errors import ConfigError
@@ -59,7 +59,7 @@ class Mine:
 
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
-    with _process_settings_restored():
+    with process_settings_restored():
         yield
 
 
