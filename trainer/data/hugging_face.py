@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from trainer.data.shards import check_lanes
 from trainer.errors import ConfigError
 
 
@@ -29,11 +30,7 @@ class HuggingFaceStream(IterableDataset[Any]):
         self.epoch = epoch
 
     def lane(self, number: int, lanes: int) -> Any:
-        if lanes > self.dataset.num_shards:
-            raise ConfigError(
-                f"HuggingFaceStream: {self.dataset.num_shards} shards can't be dealt to {lanes} "
-                "lanes, the micro-batches of a global batch: use a larger --batch.micro-size, a "
-                "smaller --batch.global-size, .reshard(), or more files.")
+        check_lanes("HuggingFaceStream", self.dataset.num_shards, lanes)
         lane = self.dataset.shard(num_shards=lanes, index=number)
         lane.set_epoch(self.epoch)
         return lane

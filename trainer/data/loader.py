@@ -31,8 +31,7 @@ class Loader:
 
     def __init__(self, source: MicroBatchSource, *, device: torch.device, marks: ProgressMarks,
                  log: Log, at_once: bool = False) -> None:
-        self.waited_s = 0.0
-        """Total seconds spent waiting for data."""
+        self.waited_s = 0.0  # total seconds spent waiting for data
         self.read: list[MicroBatch] = []
         """The micro-batches of the last window, on the host, for the diagnosis of a bad step."""
         self._source, self._device = source, device

@@ -125,7 +125,7 @@ class KeyedSamples(Dataset[MicroBatch]):
         try:
             return self._choose(index, 0, lambda one, epoch: self._one(*one, epoch), {})[1]
         except SampleError as error:
-            return raise_or_return(error, rank=self._rank, worker=None, advice=self._advice)
+            return raise_or_return(error, rank=self._rank, advice=self._advice)
 
     def _begin(self, epoch: int) -> None:
         if epoch != self._epoch or any(_EPOCHS[i] != epoch for i in self._listeners):

@@ -27,8 +27,7 @@ class ReplacedSample:
     by: Any
     epoch: int
     why: str
-    worker: int | None
-    """The loader worker that read it; None: the rank's own process."""
+    worker: int | None  # the loader worker that read it; None: the rank's own process
 
 
 class SampleError(RuntimeError):
@@ -63,9 +62,8 @@ def yield_items_and_error(items: Iterator[T], *, rank: int, worker: int | None) 
         yield raise_or_return(error, rank=rank, worker=worker)
 
 
-def raise_or_return(
-    error: SampleError, *, rank: int, worker: int | None, advice: str = ""
-) -> SampleError:
+def raise_or_return(error: SampleError, *, rank: int, worker: int | None = None, advice: str = ""
+                    ) -> SampleError:  # fmt: skip
     """Add the process to an error's message and raise it. In a loader worker return it instead, to
     be raised by the rank: an exception that leaves a worker loses its cause and attributes."""
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")

@@ -125,6 +125,14 @@ class ShuffledLane(Iterator[Any]):
         self._taken = state["taken"]
 
 
+def check_lanes(stream: str, files: int, lanes: int) -> None:
+    """Refuse a stream whose files (shards) are fewer than its lanes."""
+    if files < lanes:
+        raise ConfigError(f"{stream}: {files} files can't be dealt to {lanes} lanes, the "
+                          "micro-batches of a global batch: use a larger --batch.micro-size, a "
+                          "smaller --batch.global-size, or more files (Hugging Face: .reshard()).")
+
+
 def list_files(files: str | Path | Sequence[str | Path], what: str) -> list[Path]:
     """The files of a path or pattern (`data/*.parquet`), or of a list of them, in their order;
     those of a pattern are sorted."""

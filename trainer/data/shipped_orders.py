@@ -22,8 +22,6 @@ from trainer.task import method_of
 WINDOW = 64
 """Micro-batches whose samples are sorted by length together: a window of w makes the padded share
 of uniform lengths about 1 / w."""
-_REMEDY = ("define {name}(dataset) in the task, or an attribute {name} of the training data set: "
-           "{what}")
 
 
 def column(task: Any, dataset: Any, name: str, *others: str) -> Any:
@@ -45,30 +43,27 @@ def column(task: Any, dataset: Any, name: str, *others: str) -> Any:
     return None
 
 
-def _checked(
-    found: Any, *, sampler: str, name: str, count: int, what: str, numbers: bool = True
-) -> np.ndarray:
-    """Check that there is a value for each of `count`, by default a finite number of 0 or more."""
-    remedy = _REMEDY.format(name=name, what=what)
+def _values(sampler: str, task: Any, dataset: Any, *names: str, count: int, what: str,
+            numbers: bool = True) -> np.ndarray:
+    """The `column` of a sampler: `count` values, by default finite numbers of 0 or more."""
+    flag, name, found = f"--data.sampler {sampler}", names[0], column(task, dataset, *names)
+    remedy = (f"define {name}(dataset) in the task, or an attribute {name} of the training data "
+              f"set: {what}")
     if found is None:
-        raise ConfigError(f"--data.sampler {sampler}: the training data have no {name}; {remedy}.")
+        raise ConfigError(f"{flag}: the training data have no {name}; {remedy}.")
     try:
         values = np.asarray(found, dtype=np.float64 if numbers else None)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"--data.sampler {sampler}: {name} are no numbers ({error}); "
-                          f"{remedy}.") from None
+        raise ConfigError(f"{flag}: {name} are no numbers ({error}); {remedy}.") from None
     if values.shape != (count,) or (numbers and not (
             np.isfinite(values).all() and (values >= 0).all())):
         kind = "finite numbers of 0 or more" if numbers else "values"
-        raise ConfigError(f"--data.sampler {sampler}: {name}, of shape {values.shape}, don't fit; "
-                          f"return {count} {kind}: {what}.")
+        raise ConfigError(f"{flag}: {name}, of shape {values.shape}, don't fit; return {count} "
+                          f"{kind}: {what}.")
+    if name == "weights" and not 0 < values.sum() < np.inf:
+        raise ConfigError(f"{flag}: the sum of all weights is {values.sum()}; make it positive and "
+                          "finite.")
     return values
-
-
-def _refuse_no_weight(total: float, sampler: str) -> None:
-    if not 0 < total < np.inf:
-        raise ConfigError(f"--data.sampler {sampler}: the sum of all weights is {total}; "
-                          "make it positive and finite.")
 
 
 class Weighted:
@@ -76,16 +71,15 @@ class Weighted:
     to the sample's `weights`, as torch's `WeightedRandomSampler` does."""
 
     repeats = True
-    _sampler, _name, _what = "weighted", "weights", "one weight for each sample"
+    _sampler = "weighted"
 
     def __init__(self, dataset: Any, *, seed: int, task: Any = None) -> None:
         self._seed = seed
         self._bounds = np.cumsum(self._weights(task, dataset))
-        _refuse_no_weight(float(self._bounds[-1]), self._sampler)
 
     def _weights(self, task: Any, dataset: Any) -> np.ndarray:
-        return _checked(column(task, dataset, self._name), sampler=self._sampler, name=self._name,
-                        count=len(dataset), what=self._what)
+        return _values("weighted", task, dataset, "weights", count=len(dataset),
+                       what="one weight for each sample")
 
     def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
         draws = rng.mix_array(rng.mix(self._seed, rng.ORDER, epoch), places) >> np.uint64(11)
@@ -101,12 +95,11 @@ class Balanced(Weighted):
     """Draws with replacement, each class as often as any other. The class of each sample is in
     `labels`, or in the attribute `targets` of torchvision's data sets."""
 
-    _sampler, _name, _what = "balanced", "labels", "one class for each sample"
+    _sampler = "balanced"
 
     def _weights(self, task: Any, dataset: Any) -> np.ndarray:
-        labels = _checked(
-            column(task, dataset, self._name, "targets"), sampler=self._sampler, name=self._name,
-            count=len(dataset), what=self._what, numbers=False)
+        labels = _values("balanced", task, dataset, "labels", "targets", count=len(dataset),
+                         what="one class for each sample", numbers=False)
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         return 1 / counts[classes]
 
@@ -120,9 +113,8 @@ class LikeLength:
 
     def __init__(self, dataset: Any, *, seed: int, micro_size: int, task: Any = None) -> None:
         self._seed, self._micro_size, self._size = seed, micro_size, WINDOW * micro_size
-        self._lengths = _checked(
-            column(task, dataset, "lengths"), sampler="like-length", name="lengths",
-            count=len(dataset), what="the length of each sample")
+        self._lengths = _values("like-length", task, dataset, "lengths", count=len(dataset),
+                                what="the length of each sample")
         self._permutation = KeyedPermutation(len(dataset), seed)
         self._last: tuple[tuple[int, int], np.ndarray] | None = None
 
@@ -176,12 +168,8 @@ class Mixture:
                               "of the data sets to mix.")
         self._seed, self._permutation = seed, KeyedPermutation(len(dataset), seed)
         self._sizes = np.diff([0, *dataset.cumulative_sizes])
-        own = method_of(task, "weights")
-        weights = _checked(
-            own(dataset) if own else getattr(dataset, "weights", None),
-            sampler="mixture", name="weights", count=len(self._sizes),
-            what="one weight for each of its data sets")
-        _refuse_no_weight(float(weights.sum()), "mixture")
+        weights = _values("mixture", task, dataset, "weights", count=len(self._sizes),
+                          what="one weight for each of its data sets")
         self._ends = _shares(weights, len(dataset))
         if (empty := np.flatnonzero((self._sizes == 0) & (weights > 0))).size:
             raise ConfigError(f"--data.sampler mixture: data set {empty[0]} of the ConcatDataset "

@@ -46,8 +46,7 @@ class StreamReader:
         self._workers = min(workers, len(self._lanes) if spec.per_lane else 1)
         self._prefetch, self._device = prefetch, device
         self._epoch = 0
-        self._start = 0
-        """The step before the first one of the epoch."""
+        self._start = 0  # the step before the first one of the epoch
         self._marks: dict[int, LanePosition] = {}
         """Iterator → its last known position; missing: the start of the epoch."""
         self._taken: dict[int, dict[int, LanePosition]] = {}
@@ -57,10 +56,8 @@ class StreamReader:
         """One per loader process; empty before the first micro-batch."""
         self._turns: Iterator[DataReader] = iter(())
         self._begun: dict[str, Any] = {}
-        self._first = 0
-        """The step of the first window since the last (re)start of reading."""
-        self._count = 0
-        """Number of micro-batches read since then."""
+        self._first = 0  # the step of the first window since the last (re)start of reading
+        self._count = 0  # number of micro-batches read since then
         self._ready: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[MicroBatch]:

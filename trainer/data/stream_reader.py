@@ -37,15 +37,12 @@ class StreamSpec:
     """
 
     dataset: Any
-    lanes: int
-    """M, the number of micro-batches in a global batch."""
+    lanes: int  # M, the number of micro-batches in a global batch
     micro_size: int
     seed: int
     collate: Collate = batches.collate
-    whole: bool = False
-    """Read a data set with `lane()` by its `__iter__` too."""
-    limit: int | None = None
-    """Samples of an epoch, over all iterators; those of the first windows."""
+    whole: bool = False  # read a data set with `lane()` by its `__iter__` too
+    limit: int | None = None  # samples of an epoch, over all iterators; those of the first windows
     read_through: bool = False
     """Ignore the states of sources: read from the start of the epoch up to a position."""
 
@@ -80,8 +77,7 @@ class LanePosition:
     """Position of a lane iterator: after `windows` windows of its epoch."""
 
     windows: int = 0
-    state: Any = None
-    """The state of the source, encoded (storage/codec.py); None if it has none."""
+    state: Any = None  # the state of the source, encoded (storage/codec.py); None if it has none
     ended: bool = False
 
 
@@ -100,13 +96,11 @@ class LaneIterator:
         self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place = 0
         self.ended = mark.ended
-        self._draws = True
-        """Whether the random generators are keyed before each sample."""
+        self._draws = True  # whether the random generators are keyed before each sample
         self._generators: list[Any] = []
         self._stateful: Any = None
         """The iterator or the source, whichever has a state_dict, which is then the position."""
-        self.kind = ""
-        """The class of the source that has a state_dict; "" if none has."""
+        self.kind = ""  # the class of the source that has a state_dict; "" if none has
         if mark.ended:
             return
         with self._named("opening"):
@@ -139,12 +133,12 @@ class LaneIterator:
         state = decode(mark.state) if self._stateful is not None else None
         if state is not None:
             self._place = mark.windows * self._spec.samples_per_window
-        if state is not None or isinstance(source, BaseNode | Loader):
-            self._key(0)  # it reads the first samples, in threads, or those before the state again
+        elif not isinstance(source, BaseNode | Loader):
+            return
+        self._key(0)  # it reads the first samples, in threads, or those before the state again
         if isinstance(self._iterator, BaseNode):
-            if state is not None or isinstance(source, BaseNode | Loader):
-                self._iterator.reset(state)
-        elif state is not None:
+            self._iterator.reset(state)
+        else:
             self._stateful.load_state_dict(state)
             if self._stateful is not self._iterator:
                 self._iterator = iter(source)  # a loaded state applies to the next iterator
@@ -325,13 +319,14 @@ class StreamBatches(IterableDataset[MicroBatch]):
         while (not self._limit or number < self._limit) and (taken := iterator.take()):
             first = first or taken
             if number % self._num_ranks == self._rank:
-                yield self._batch(number, taken, counts=True)
+                yield self._batch(number, taken)
             number += 1
         if 0 < number % self._num_ranks <= self._rank:
-            yield self._batch(-1, first, counts=False)
+            yield self._batch(-1, first)
 
-    def _batch(self, number: int, taken: list[tuple[int, Any]], *, counts: bool) -> MicroBatch:
+    def _batch(self, number: int, taken: list[tuple[int, Any]]) -> MicroBatch:
+        """A batch; -1 is the number of a stand-in."""
         places, samples = zip(*taken, strict=True)
         with as_sample_error(f"collating batch {number} of the stream"):
             batch = batches.collated(self._spec.collate, list(samples))
-        return MicroBatch(MicroBatchSpec(0, 0, number, True, places if counts else ()), batch)
+        return MicroBatch(MicroBatchSpec(0, 0, number, True, places * (number >= 0)), batch)

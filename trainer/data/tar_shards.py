@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from trainer.data.order import KeyedPermutation
-from trainer.data.shards import KeyedStream, Transform, list_files
-from trainer.errors import ConfigError
+from trainer.data.shards import KeyedStream, Transform, check_lanes, list_files
 
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 """Name of a file in a shard: the key of its sample, up to the first dot after the last slash, and
@@ -81,11 +80,7 @@ class TarStream(KeyedStream):
         self.transform = transform
 
     def lane(self, number: int, lanes: int) -> TarLane:
-        if lanes > len(self.files):
-            raise ConfigError(
-                f"TarStream: {len(self.files)} tar files can't be dealt to {lanes} lanes, the "
-                "micro-batches of a global batch: use a larger --batch.micro-size, a smaller "
-                "--batch.global-size, or more files.")
+        check_lanes("TarStream", len(self.files), lanes)
         order = np.arange(len(self.files))
         if self.shuffle:
             order = KeyedPermutation(len(order), self.key)(0, order)

@@ -52,7 +52,7 @@ _COUNTED = ("loss", "count", "samples", "replaced")
 _FIXED = (*_COUNTED, *REQUESTS)
 COUNT = _FIXED.index("count")
 REQUESTED = slice(len(_COUNTED), len(_FIXED))
-_NO_REQUESTS = (False,) * (len(REQUESTS) - 1)
+_NO_REQUESTS = (False,) * len(REQUESTS)
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class MetricAccumulator:
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
-        self._requests: tuple[bool | Tensor, ...] = (*_NO_REQUESTS, False)
+        self._requests: tuple[bool | Tensor, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
         """Add a micro-batch, a stand-in with zeros; return its loss, a scalar with a graph."""
@@ -119,7 +119,7 @@ class MetricAccumulator:
     def set_requests(self, requests: tuple[bool, ...], changed: bool | Tensor = False,
                      nonfinite: Tensor | None = None) -> None:
         """Set this rank's requests of the step, and add `nonfinite` (0 or NaN) to its loss."""
-        self._requests = (*(requests or _NO_REQUESTS), changed)
+        self._requests = (*(requests or _NO_REQUESTS[:-1]), changed)
         if nonfinite is not None:
             row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
             row[0] = row[0] + (nonfinite.item() if self._on_host else nonfinite)
@@ -144,9 +144,8 @@ class MetricAccumulator:
     def _add_up(self) -> list[Any]:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
-        add_up = _sum_on_host if self._on_host else _sum
-        sums = rows[0] if len(rows) == 1 else list(map(add_up, zip(*rows, strict=True)))
-        requests, self._requests = self._requests, (*_NO_REQUESTS, False)  # each counts as 0 or 1
+        sums = rows[0] if len(rows) == 1 else list(map(_sum, zip(*rows, strict=True)))
+        requests, self._requests = self._requests, _NO_REQUESTS  # each counts as 0 or 1
         return [*sums[: len(_COUNTED)], *requests, *sums[len(_COUNTED) :]]
 
 
@@ -334,12 +333,9 @@ def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch
 def _sum(column: Sequence[Any]) -> Any:
     """Sum scalars of host and device."""
     on_device = [n.float() for n in column if isinstance(n, Tensor)]
-    on_host = _sum_on_host(n for n in column if not isinstance(n, Tensor))
+    # Not `sum`, which rounds otherwise from Python 3.12 on.
+    on_host = reduce(add, (n for n in column if not isinstance(n, Tensor)), 0.0)
     return torch.stack(on_device).sum() + on_host if on_device else on_host
-
-
-def _sum_on_host(numbers: Iterable[float]) -> float:
-    return reduce(add, numbers, 0.0)  # `sum` rounds otherwise from Python 3.12 on
 
 
 def stack(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.float32

@@ -33,8 +33,8 @@ def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> t
                 return torch.device("cuda", 0)
             if found < local_size:
                 raise ConfigError(f"--device cuda: {local_size} ranks on this host but {found} "
-                                  f"CUDA device{'s' * (found != 1)}; each rank needs its own: "
-                                  f"use --nproc_per_node={found}, or --device cpu.")
+                                  "CUDA devices; each rank needs its own: use "
+                                  f"--nproc_per_node={found}, or --device cpu.")
             return torch.device("cuda", local_rank)
         case "mps":
             if size > 1 or not torch.backends.mps.is_available():

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 << 20  # tensors are sent in buffers of about this size
-FRAME_BYTES = 1024
-_LENGTH_BYTES = 8
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -58,20 +56,6 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def padded(data: bytes, width: int) -> Tensor:
     """Pad `data` with zeros to `width` bytes; a uint8 tensor on CPU."""
     return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
-
-
-def frame(data: bytes) -> Tensor:
-    """A uint8 tensor of FRAME_BYTES on CPU: the length of `data` and its start, so that a short
-    message takes one collective."""
-    start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:FRAME_BYTES - _LENGTH_BYTES]
-    return padded(start, FRAME_BYTES)
-
-
-def read_frame(row: Tensor) -> tuple[int, bytes]:
-    """The length of a message, and as much of it as its frame holds."""
-    data = row.numpy().tobytes()
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return length, data[_LENGTH_BYTES:][:length]
 
 
 def _header(tensors: Sequence[Tensor]) -> list[Tensor]:

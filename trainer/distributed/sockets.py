@@ -19,17 +19,13 @@ def connections() -> dict[int, tuple[int, int]]:
     return {inode: ports for inode, ports, _ in _open_connections()}
 
 
-def shut_down(inodes: Collection[int]) -> int:
-    """Shut down connections, so that their peers see the end at once; return how many were open.
-    Unlike closing, it works while another thread is in a call on the connection, and while a forked
-    child holds a copy of it."""
-    count = 0
+def shut_down(inodes: Collection[int]) -> None:
+    """Shut down connections, so that their peers see the end at once. Unlike closing, it works
+    while another thread is in a call on the connection, and while a forked child holds a copy."""
     for inode, _, connection in _open_connections():
         if inode in inodes:
             with contextlib.suppress(OSError):  # the peer has just closed it
                 connection.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
 
 
 def duplicates(inodes: Collection[int]) -> list[int]:

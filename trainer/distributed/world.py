@@ -236,12 +236,9 @@ class World:
             if self.size == 1:
                 return json.loads(json.dumps(value))
             data = json.dumps(value).encode() if self.rank == source else b""
-            frame = serialization.frame(data)
-            dist.broadcast(frame, source, group=self._control)
-            length, start = serialization.read_frame(frame)
-            if length == len(start):
-                return json.loads(start)
-            row = serialization.padded(data, length)
+            length = torch.tensor([len(data)])
+            dist.broadcast(length, source, group=self._control)
+            row = serialization.padded(data, int(length))
             dist.broadcast(row, source, group=self._control)
         return json.loads(row.numpy().tobytes())
 
@@ -251,13 +248,10 @@ class World:
         with self._collective("gather_json"):
             if self.size == 1:
                 return [json.loads(data)]
-            found = [serialization.read_frame(row)
-                     for row in self._all_gather(serialization.frame(data))]
-            if all(length == len(start) for length, start in found):
-                return [json.loads(start) for _, start in found]
-            rows = self._all_gather(serialization.padded(data, max(n for n, _ in found)))
+            lengths = [int(length) for length in self._all_gather(torch.tensor([len(data)]))]
+            rows = self._all_gather(serialization.padded(data, max(lengths)))
         return [json.loads(row.numpy().tobytes()[:length])
-                for row, (length, _) in zip(rows, found, strict=True)]
+                for row, length in zip(rows, lengths, strict=True)]
 
     def _all_gather(self, own: Tensor) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]

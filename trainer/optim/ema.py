@@ -27,8 +27,7 @@ class Ema:
         self._average = {n: p.detach().clone() for n, p in self._live.items()}
         self._mix = get_ema_multi_avg_fn(decay)
         self.updates = 0
-        self.holds_average = False
-        """Whether the model currently holds the average."""
+        self.holds_average = False  # whether the model currently holds the average
         self.exchanging = False
         """Whether an exchange is in progress: both sets of tensors are incomplete."""
 

@@ -70,13 +70,10 @@ def members_of(optimizer: torch.optim.Optimizer) -> dict[str, Member]:
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give all parameters of an SGD a momentum if one has it: the fused kernel needs all."""
     for member in members_of(optimizer).values():
-        if not isinstance(member.optimizer, torch.optim.SGD):
-            continue
-        has_state = [bool(optimizer.state.get(p)) for p in member.parameters]
-        if any(has_state):
-            for parameter, has in zip(member.parameters, has_state, strict=True):
-                if not has:
-                    optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        without = [p for p in member.parameters if not optimizer.state.get(p)]
+        if isinstance(member.optimizer, torch.optim.SGD) and len(without) < len(member.parameters):
+            for parameter in without:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def turns_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -155,11 +152,9 @@ def _drop_frozen(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_flags(config: Optim) -> None:
     """Refuse settings of the one optimizer that the task's own ones replace."""
-    default = Optim()
-    for name in vars(default):
+    for name, default in vars(Optim()).items():
         value = getattr(config, name)
-        if name != "ema" and value != getattr(default, name):
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ConfigError(f"--optim.{name.replace('_', '-')} {shown}: the task's "
-                              "optimizers(model) makes the optimizers, so the flag would have no "
-                              "effect; omit it, and set the value there.")
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        config.check(name == "ema" or value == default, name, "the task's optimizers(model) makes "
+                     "the optimizers, so the flag would have no effect; omit it, and set the value "
+                     "there.", shown)

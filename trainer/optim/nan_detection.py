@@ -22,14 +22,10 @@ IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 class Origin:
     """The operation that created a NaN."""
 
-    phase: str
-    """"forward" or "backward"."""
-    module: str | None
-    """Name of the module; "" for the model itself, None outside of the model."""
-    operation: str
-    """Such as aten.log.default."""
-    node: str = ""
-    """Autograd node in backward, such as LogBackward0."""
+    phase: str  # "forward" or "backward"
+    module: str | None  # name of the module; "" for the model itself, None outside of the model
+    operation: str  # such as aten.log.default
+    node: str = ""  # autograd node in backward, such as LogBackward0
 
     def __str__(self) -> str:
         where = ("the loss, outside the model" if self.module is None

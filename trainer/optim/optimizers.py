@@ -130,10 +130,9 @@ def make_optimizer(config: Optim, model: nn.Module,
     arguments = _arguments(config, cls, model)
     if groups is None:
         made = parameter_groups(model, arguments.get("weight_decay"), config.rates, config.lr)
-    elif config.rates:
-        raise ConfigError(f"--optim.rates {' '.join(config.rates)}: the task defines "
-                          "parameter_groups(); set the rates (\"lr\") there.")
     else:
+        config.check(not config.rates, "rates", "the task defines parameter_groups(); set the "
+                     "rates (\"lr\") there.", " ".join(config.rates))
         made = _checked(groups(model), model)
         _refuse_overridden(config, made)
     if not made:
@@ -149,7 +148,7 @@ def make_optimizer(config: Optim, model: nn.Module,
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is not a torch.optim.Optimizer, so its "
                           "state could not be saved; derive it from that class.")
-    named = {name for name, _ in _parameters(cls)}
+    named = inspect.signature(cls).parameters
     for key in _given(config):  # **kwargs may have dropped it
         if key not in named and key not in optimizer.defaults:
             raise ConfigError(f"{_flags(config)[key]}: {config.name} doesn't read it; omit it.")
@@ -160,9 +159,8 @@ def make_optimizer(config: Optim, model: nn.Module,
                               f"{type(optimizer).__name__} does not use; did you mean "
                               f"{near[0]!r}?")
     if has_modes(optimizer):
-        if config.ema:
-            raise ConfigError(f"--optim.ema {config.ema:g}: {config.name} has an average of its "
-                              "own, in its eval(); leave out --optim.ema.")
+        config.check(not config.ema, "ema", f"{config.name} has an average of its own, in its "
+                     "eval(); leave out --optim.ema.")
         set_mode(optimizer, training=True)
     return optimizer
 
@@ -199,7 +197,8 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 def _arguments(config: Optim, cls: Any, model: nn.Module) -> dict[str, Any]:
     """The arguments for an optimizer's class, besides the groups: those set that it takes."""
     refuse_closure(cls, f"--optim.name {config.name}")
-    takes = dict(_parameters(cls)[1:])  # the first one receives the groups
+    # The first one receives the groups.
+    takes = dict([*inspect.signature(cls).parameters.items()][1:])
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given, flags = _given(config), _flags(config)
     if given.get("weight_decay") == 0 and "weight_decay" not in takes:
@@ -257,10 +256,6 @@ def _flags(config: Optim) -> dict[str, str]:
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         flags.setdefault(key, f"--optim.{key.replace('_', '-')} {shown}")
     return flags
-
-
-def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
-    return list(inspect.signature(cls).parameters.items())
 
 
 def _parsed(text: str) -> Any:

@@ -27,14 +27,12 @@ class PrecisionPolicy:
     dtype: torch.dtype
     compile: bool
     channels_last: bool
-    mode: str | None = None
-    """The mode of `torch.compile`; None: its default."""
+    mode: str | None = None  # the mode of `torch.compile`; None: its default
 
     def __str__(self) -> str:
         names = {dtype: name for name, dtype in DTYPES.items()}
-        return (names[self.dtype] + (" compiled" if self.compile else " eager") + (
-            f" ({self.mode})" if self.mode else "")
-                + " channels_last" * self.channels_last)
+        return (names[self.dtype] + (" compiled" if self.compile else " eager")
+                + (f" ({self.mode})" if self.mode else "") + " channels_last" * self.channels_last)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.data import batch
 from trainer.run.proof import content
@@ -74,14 +74,6 @@ def test_samples_are_cut_out_of_batches_with_a_row_or_an_entry_of_each(given, fi
         assert content(batch.rows(given, 2, [0])) == content(first)
 
 
-def test_numbers_become_tensors_and_strings_a_list():
-    stacked = batch.collate([{"n": 1, "f": 0.5, "s": "a"}, {"n": 2, "f": 1.5, "s": "b"}])
-
-    assert stacked["n"].tolist() == [1, 2]
-    assert stacked["f"].dtype == torch.float64
-    assert stacked["s"] == ["a", "b"]
-
-
 @pytest.mark.parametrize(("samples", "message"), [
     ([{"ids": [1, 2]}, {"ids": [1]}], "different lengths, such as 1 and 2, .* collate"),
     ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), .* collate"),
@@ -121,14 +113,6 @@ def test_an_object_moves_and_pins_itself_wherever_it_lies(one):
                        (batch.pin_memory, "pinned")):
         changed, name = change(nested)["deep"][0]
         assert (changed.at, name) == (at, "name")
-
-
-def test_what_packs_a_sequence_stays_whole_when_moved():
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-
-    moved = batch.to_device((packed,), torch.device("meta"))[0]
-
-    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 @pytest.mark.parametrize(("given", "found"), [

@@ -57,29 +57,32 @@ def drawn(sample: dict[str, Any]) -> dict[str, Any]:
     return {"id": int(sample["id"]), "draw": torch.rand(()).item()}
 
 
-def source(kind: str, data: Path) -> Any:
-    if kind.startswith(("parquet", "hf")):
-        pytest.importorskip("pyarrow", reason=TRAINER_TEST)
-    if kind == "tar":
-        return TarStream(f"{data}/*.tar", transform=numbered)
-    if kind == "tar in blocks":
-        return ShuffledBlocks(TarStream(f"{data}/*.tar", transform=None), 7, numbered)
-    if kind == "tar in blocks that draw":
-        return ShuffledBlocks(TarStream(f"{data}/*.tar", transform=numbered), 7)
-    if kind == "parquet":
-        return ParquetStream(f"{data}/*.parquet", transform=drawn)
-    if kind == "parquet in order":
-        return ParquetStream(f"{data}/*.parquet", shuffle=False, transform=drawn)
+def hugging_face(data: Path) -> HuggingFaceStream:
     datasets = pytest.importorskip("datasets", reason=TRAINER_TEST)
     datasets.disable_progress_bars()
-    stream = HuggingFaceStream(datasets.load_dataset(
+    return HuggingFaceStream(datasets.load_dataset(
         "parquet", data_files=f"{data}/*.parquet", split="train", streaming=True,
         cache_dir=f"{data}/cache").map(drawn))
-    return ShuffledBlocks(stream, 7) if kind == "hf in blocks" else stream
 
 
-KINDS = ("tar", "tar in blocks", "tar in blocks that draw", "parquet", "parquet in order", "hf",
-         "hf in blocks")
+def tars(data: Path, transform: Any) -> TarStream:
+    return TarStream(f"{data}/*.tar", transform=transform)
+
+
+KINDS = {
+    "tar": lambda data: tars(data, numbered),
+    "tar in blocks": lambda data: ShuffledBlocks(tars(data, None), 7, numbered),
+    "tar in blocks that draw": lambda data: ShuffledBlocks(tars(data, numbered), 7),
+    "parquet": lambda data: ParquetStream(f"{data}/*.parquet", transform=drawn),
+    "parquet in order": lambda data: ParquetStream(f"{data}/*.parquet", shuffle=False,
+                                                   transform=drawn),
+    "hf": hugging_face, "hf in blocks": lambda data: ShuffledBlocks(hugging_face(data), 7)}
+
+
+def source(kind: str, data: Path) -> Any:
+    if not kind.startswith("tar"):
+        pytest.importorskip("pyarrow", reason=TRAINER_TEST)
+    return KINDS[kind](data)
 
 
 def lane(stream: Any, number: int, *, epoch: int = 0, lanes: int = 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -18,23 +19,17 @@ TORCHRUN = {
     "MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def test_without_a_launcher_a_process_is_the_only_rank() -> None:
-    assert LaunchInfo.from_environment({"HOME": "/root"}) == LaunchInfo(
-        rank=0, size=1, local_rank=0, local_size=1)
+READ = LaunchInfo(rank=3, size=4, local_rank=1, local_size=2, master_address="node-0",
+                  master_port=29500, run_id="none")
 
 
-def test_torchruns_variables_are_read() -> None:
-    assert LaunchInfo.from_environment(TORCHRUN) == LaunchInfo(
-        rank=3, size=4, local_rank=1, local_size=2, master_address="node-0", master_port=29500,
-        run_id="none")
-
-
-def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
-    plain = LaunchInfo.from_environment(TORCHRUN)
-    ours = LaunchInfo.from_environment(
-        TORCHRUN | {"TRAINER_LAUNCH": "1", "TRAINER_LAUNCH_ID": "5c"})
-    assert (plain.knows_exit_codes, plain.launch_id) == (False, None)
-    assert (ours.knows_exit_codes, ours.launch_id) == (True, "5c")
+@pytest.mark.parametrize(("env", "expected"), [
+    ({"HOME": "/root"}, LaunchInfo(rank=0, size=1, local_rank=0, local_size=1)),
+    (TORCHRUN, READ),
+    (TORCHRUN | {"TRAINER_LAUNCH": "1", "TRAINER_LAUNCH_ID": "5c"},
+     dataclasses.replace(READ, knows_exit_codes=True, launch_id="5c"))])
+def test_the_variables_of_a_launcher_are_read(env: dict[str, str], expected: LaunchInfo) -> None:
+    assert LaunchInfo.from_environment(env) == expected
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [

@@ -49,25 +49,14 @@ def test_reduced_values_decide_whether_a_step_is_skipped(values, reason):
 
 def test_a_loss_far_above_recent_ones_is_a_spike_if_enabled():
     strict, off = Health(BadStepConfig(spike_z=5)), Health(BadStepConfig())
-    losses = [8.0 + 0.1 * (n % 7) for n in range(MIN_HISTORY)]
+    for n in range(MIN_HISTORY - 1):
+        assert check(strict, 8.0 + 0.1 * (n % 7)) == check(off, 8.0 + 0.1 * (n % 7)) == ""
 
-    for loss in losses:
-        assert check(strict, loss) == check(off, loss) == ""
-
-    assert check(strict, 16.0) == SPIKE
+    assert check(strict, 100.0) == ""  # the history is too short
+    assert check(strict, 100.0) == check(strict, 16.0) == SPIKE  # not added to it
     assert check(strict, 1.0) == ""  # downward jumps are fine
     assert check(strict, 8.9) == ""
     assert check(off, 1e9) == ""
-
-
-def test_a_spike_needs_a_history_and_is_not_added_to_it():
-    health = Health(BadStepConfig(spike_z=5))
-    for n in range(MIN_HISTORY - 1):
-        check(health, 8.0 + 0.1 * (n % 7))
-
-    assert check(health, 100.0) == ""
-    assert check(health, 100.0) == SPIKE
-    assert check(health, 100.0) == SPIKE
 
 
 def test_the_history_is_restored_exactly_and_has_a_limit():

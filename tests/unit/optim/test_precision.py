@@ -16,19 +16,13 @@ from trainer.optim import precision
 from trainer.task import Outcome
 
 
-def test_eager_overrides_compilation():
-    wanted = Precision(compile="on")
-
-    chosen = [precision.resolve(wanted, nn.Linear(1, 1), torch.device("cpu"), eager=eager).compile
-              for eager in (False, True)]
-
-    assert chosen == [True, False]
-
-
-@pytest.mark.parametrize(("wanted", "compiled", "mode"), [
-    ("max-autotune", True, "max-autotune"), ("on", True, None), ("auto", False, None)])
-def test_a_mode_of_torch_compile_is_passed_on(wanted, compiled, mode):
-    chosen = precision.resolve(Precision(compile=wanted), nn.Linear(1, 1), torch.device("cpu"))
+@pytest.mark.parametrize(("wanted", "eager", "compiled", "mode"), [
+    ("max-autotune", False, True, "max-autotune"), ("on", False, True, None),
+    ("auto", False, False, None), ("on", True, False, None), ("max-autotune", True, False, None)])
+def test_a_mode_of_torch_compile_is_passed_on_unless_the_run_is_eager(
+        wanted, eager, compiled, mode):
+    chosen = precision.resolve(Precision(compile=wanted), nn.Linear(1, 1), torch.device("cpu"),
+                               eager=eager)
 
     assert (chosen.compile, chosen.mode) == (compiled, mode)
 
