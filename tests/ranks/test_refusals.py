@@ -13,7 +13,6 @@ TAPE = ["--task=tape_task:Tape", "--device=cpu", "--task.samples=200"]
 UNFIT = ["--task=hidden_task:Hidden", "--task.way=sparse", "--device=cpu", "--steps=4",
          "--batch.global-size=8", "--batch.micro-size=2"]
 BAD = {
-    "unknown flag": (["--optm.lr=1"], ["--optm.lr", "optim.lr"]),
     "task that can't be imported": (
         ["--task=broken_task:Task"],
         ["broken_task", "the user's own mistake", "broken_task.py", "Traceback"]),

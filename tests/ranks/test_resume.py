@@ -171,17 +171,6 @@ def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate
     assert environment["determinism"]["label"] == "equivalent"
 
 
-def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd):
-    arguments = [*NET, "--steps=4"]
-    folder = run(ranks, 1, tmp_path / "run", *arguments, "--inject=term:step=2", code=75)
-
-    for changed in ("batch.global-size=4", "task.samples=161"):
-        run(ranks, 1, folder, *arguments, f"--{changed}", code=2)
-        assert f"--accept {changed.partition('=')[0]}" in capfd.readouterr().out
-
-    run(ranks, 1, folder, *arguments)
-
-
 @pytest.mark.parametrize("damage", ["flip", "remove", "all"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     ranks, undisturbed, tmp_path, capfd, damage
