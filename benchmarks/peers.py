@@ -59,7 +59,7 @@ class Work:
 
 WORKS = {
     "mlp": Work(32, 1, 500, "benchmarks.small_tasks:TinyMlp"),
-    "cnn": Work(32, 4, 100, "benchmarks.small_tasks:SmallCnn", channels_last=True),
+    "cnn": Work(32, 4, 50, "benchmarks.small_tasks:SmallCnn", channels_last=True),
     "resnet18": Work(64, 1, 50, "benchmarks.small_tasks:SmallResNet"),
 }
 

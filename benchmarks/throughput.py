@@ -132,17 +132,18 @@ def main() -> None:
     options = parser.parse_args()
     machine, contestants = reporting.machine(), reporting.installed(options.contestants)
     pairs = [(model, int(ranks)) for model in options.models for ranks in options.ranks]
-    rows, found = [], {}
+    found = {}
     for model, ranks in pairs:
         names = [name for name in NAMES if name in (*ALWAYS, *contestants)
                  and ONLY.get(name, model) == model]
         result = compare(model, ranks, names, 60 * options.minutes / len(pairs))
         found[f"{model}, W = {ranks}"] = result
-        rows += [[f"{model}, W = {ranks}: {name}", f"{result['seconds'][name]['n']}",
-                  reporting.spread(result["seconds"][name], 1e3, 3),
-                  reporting.within(result["to_hand"][name]),
-                  reporting.within(result["to_trainer"][name])] for name in names]
-    print(reporting.table(["", "blocks", "step, ms", "× by hand", "× trainer"], rows))
+        rows = [[f"{model}, W = {ranks}: {name}", f"{result['seconds'][name]['n']}",
+                 reporting.spread(result["seconds"][name], 1e3, 3),
+                 reporting.within(result["to_hand"][name]),
+                 reporting.within(result["to_trainer"][name])] for name in names]
+        print(reporting.table(["", "blocks", "step, ms", "× by hand", "× trainer"], rows),
+              flush=True)
     reporting.print_json("throughput", machine=machine, found=found)
 
 

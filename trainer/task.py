@@ -289,9 +289,10 @@ def task_metrics(task: Any) -> dict[str, Any]:
     metrics: dict[Any, Any] = dict(found.items()) if hasattr(found, "items") else {None: found}
     for name, metric in metrics.items():
         if not isinstance(name, str) or not all(hasattr(metric, member) for member in (
-                "update", "compute", "metric_state", "modules")):
-            raise ConfigError(f"--task: metrics() returned {found!r}; return a dict of name: "
-                              "torchmetrics.Metric, or a MetricCollection.")
+                "update", "compute", "add_state", "modules")):
+            raise ConfigError(
+                f"--task: metrics(): a {type(metric).__name__} in place of a metric; return a dict "
+                "of name: torchmetrics.Metric, or one MetricCollection.")
         if name in (*RESERVED_METRICS, *task_figures(task)):
             raise ConfigError(f"--task: metrics() has {name!r}, but val_{name} is taken; choose "
                               "another name.")

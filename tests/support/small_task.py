@@ -6,9 +6,11 @@ import dataclasses
 import os
 import signal
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -96,6 +98,9 @@ class Answers(Small):
         return Outcome(*losses.named("cross-entropy")(logits, batch[1]))
 
 
+Pair = namedtuple("Pair", ["word", "number"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Spoken(Small):
     """Answers that are no tensors, in a form that `kind` names."""
@@ -108,6 +113,8 @@ class Spoken(Small):
         boxes = [torch.full((n + 1, 2), float("nan")) for n in chosen.tolist()]
         answers: dict[str, Any] = {
             "strings": words, "named": {"word": words, "class": chosen},
+            "pair": Pair(np.array(words), chosen.numpy()),
+            "padded": torch.ones(len(words), len(words)).to_sparse(),
             "objects": [Answer(box, box.sum(), None, ()) for box in boxes],
             "dicts": [{"boxes": box, "word": word} for box, word in zip(boxes, words, strict=True)],
             "foreign": [object() for _ in words], "short": words[1:]}

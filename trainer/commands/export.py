@@ -21,12 +21,14 @@ from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.distributed.torch_private import tree_leaves, tree_map
 from trainer.errors import ConfigError, listed
+from trainer.optim import precision
 from trainer.run.saved_run import (
     ModelCall,
     SavedRun,
     config_error_on_write,
     find_first_call,
     load_weights,
+    named_fields,
     open_saved_run,
     output_leaves,
 )
@@ -86,8 +88,15 @@ def _export(
     name = FILES[kind]
     with TemporaryDirectory(dir=folder, prefix=".") as aside:
         again, notes = WRITERS[kind](reader, example, Path(aside) / name)
-        difference = _difference(_tensors(example.output(reader.model)), _tensors(again))
+        expected, found = _tensors(example.output(reader.model)), _tensors(again)
         where = folder if kind == "hf" else folder / name
+        forms = [{f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+                 for tensors in (expected, found)]
+        if other := forms[0] ^ forms[1]:
+            Log().error(f"{where}: it isn't kept, since it computes other outputs than the model: "
+                        f"only one of them has {listed(sorted(other))}.")
+            return None
+        difference = _difference(expected, found)
         summary = f"{where}: largest difference {difference:.3g}"
         if not difference <= tolerance:
             Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
@@ -169,30 +178,45 @@ def _write_program(reader: SavedRun, example: Example, path: Path) -> tuple[Any,
         warnings.simplefilter("ignore")  # torch warns about its internals
         for shapes, batch in ((any_size, "of any size"), (None, f"of {batch_size}")):
             try:
-                program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+                with model.register_forward_hook(lambda model, args, output: _plain(output)):
+                    program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+                program.example_inputs = None  # they are the user's data
+                torch.export.save(program, path)
+                return example.output(torch.export.load(path).module()), {"batch": batch}
+            except OSError:
+                raise
             except Exception as error:
                 failed = error
-                continue
-            program.example_inputs = None  # they are the user's data
-            torch.export.save(program, path)
-            return example.output(torch.export.load(path).module()), {"batch": batch}
-    raise ConfigError(f"--format program: torch.export can't trace this model: "
+    raise ConfigError(f"--format program: torch.export can't export this model: "
                       f"{type(failed).__name__}: {str(failed).strip().splitlines()[0]}; "
                       "export it as safetensors, or let the model return tensors only.") from failed
 
 
+def _plain(output: Any) -> Any:
+    """An output of tensors, numbers, tuples, lists and dicts, which a program can return without
+    the classes of the model: dicts in place of named tuples and dataclasses, and None in place of
+    other objects."""
+    if (named := named_fields(output)) is not None:
+        return {key: _plain(value) for key, value in named.items()}
+    if isinstance(output, tuple | list):
+        return [*map(_plain, output)] if isinstance(output, list) else (*map(_plain, output),)
+    return output if isinstance(output, Tensor | int | float) else None
+
+
 def _tensors(output: Any) -> dict[str, Tensor]:
-    return {n: leaf for n, leaf in output_leaves(output).items() if isinstance(leaf, Tensor)}
+    """The tensors of an output by name: dense, on the CPU, with complex numbers as pairs."""
+    dense = {name: leaf.detach().cpu().to_dense() for name, leaf in output_leaves(output).items()
+             if isinstance(leaf, Tensor)}
+    return {name: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            for name, tensor in dense.items()}
 
 
 def _difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     """Return the largest difference of two outputs, relative to max(1, largest value)."""
-    if {n: t.shape for n, t in left.items()} != {n: t.shape for n, t in right.items()}:
-        return math.inf
     worst = 0.0
     for name, tensor in left.items():
         if tensor.numel():
-            a, b = tensor.cpu().double(), right[name].cpu().double()  # mps has no float64
+            a, b = tensor.double(), right[name].double()
             apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
             largest = max(1.0, float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()))
             worst = max(worst, float(apart.nan_to_num(math.inf).max()) / largest)
@@ -210,14 +234,18 @@ def _write_pretrained(reader: SavedRun, example: Example, path: Path) -> tuple[A
         for part in parts:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        again = type(model).from_pretrained(*_base(model), folder).to(reader.world.device)
+        again = type(model).from_pretrained(*_base(model), folder)
+        attention = [getattr(getattr(part, "config", None), "_attn_implementation", None)
+                     for part in (model, again)]
+        if attention[0] != attention[1]:  # the files don't have it, and it decides the outputs
+            again.set_attn_implementation(attention[0])
     except OSError:
         raise
     except Exception as error:
         raise ConfigError(f"--format hf: saving a {type(model).__name__} and reading it back "
                           f"raised {type(error).__name__}: {error}. Use --format safetensors."
                           ) from error
-    again.eval()
+    again = precision.place(again, reader.choice, reader.world.device).eval()
     return example.output(again), {"files": listed(sorted(p.name for p in folder.iterdir()))}
 
 

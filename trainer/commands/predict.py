@@ -6,10 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, listed
 from trainer.run.saved_run import (
     SavedRun,
     config_error_on_write,
+    named_fields,
     open_saved_run,
     output_leaves,
     record_first_call,
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
                         "test, or validation if there is no test set")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors, or .jsonl if an "
-                        "output is no tensor")
+                        "output is no tensor or its size differs between batches")
     options, overrides = command_line.split(parser, argv)
     if options.out is not None:
         _check_path(options.out)
@@ -58,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
-    kind = KINDS[not all(isinstance(column, Tensor) for column in rows[0].values())]
+    sizes = {tuple(column.shape[1:] if isinstance(column, Tensor) else None
+                   for column in row.values()) for row in rows}
+    kind = KINDS[len(sizes) > 1 or None in sizes.pop()]
     name = f"{split}-{layout.step_name(step)}{kind}"
     out = options.out or Path(options.run, "predictions", name)
     origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
@@ -117,14 +120,15 @@ class LeftOut(str):
 
 
 def _on_cpu(value: Any, samples: int, *, in_list: bool = False) -> Any:
-    """An output with its tensors on the CPU, and dicts in place of mappings and dataclasses."""
+    """An output with dense tensors on the CPU, also in place of arrays, and dicts in place of
+    mappings, dataclasses and named tuples."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, Tensor):
         is_kept = in_list or value.shape[:1] == (samples,)
-        return value.detach().cpu() if is_kept else LeftOut(str(tuple(value.shape)))
-    if is_dataclass(value) and not isinstance(value, type | Mapping):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(item, samples, in_list=in_list) for key, item in value.items()}
+        return value.detach().cpu().to_dense() if is_kept else LeftOut(str(tuple(value.shape)))
+    if (named := named_fields(value)) is not None:
+        return {key: _on_cpu(item, samples, in_list=in_list) for key, item in named.items()}
     if isinstance(value, list):
         return [_on_cpu(item, samples, in_list=True) for item in value]
     if isinstance(value, tuple):
@@ -192,8 +196,8 @@ def _refuse(origin: str, others: Mapping[str, str], samples: int) -> NoReturn:
     forms = listed(f"{name} ({form})" for name, form in others.items()) or "None"
     raise ConfigError(
         f"--task: for a batch of {samples} samples {origin} returned {forms}, not a tensor with "
-        "one row for each sample or a list with one entry for each; give the task a method "
-        "predict(model, batch) that returns one, or several by name.")
+        "one row for each sample or a list with one entry for each; let a method predict(model, "
+        "batch) of the task return such outputs alone, one or several by name.")
 
 
 def _stacked(rows: list[Row]) -> dict[str, Tensor]:

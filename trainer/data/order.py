@@ -93,9 +93,31 @@ class UserOrder(Order):
     def __init__(self, path: str, dataset: Any, given: dict[str, Any]) -> None:
         self.name, self._samples = f"--data.sampler {path}", len(dataset)
         make = load_object(SHIPPED.get(path, path), "--data.sampler")
-        self._order = make(dataset, **_accepted(make, given))
+        self._order = make(dataset, **_accepted(make, given)) if callable(make) else make
+        if not callable(self._order):
+            raise ConfigError(f"{self.name}: {type(self._order).__name__} can't be called with "
+                              "(epoch, places); name a class with __call__(self, epoch, places), "
+                              "which returns the index of a sample for each place.")
         self.repeats = bool(getattr(self._order, "repeats", False))
         self.facts = str(getattr(self._order, "fingerprint", str)())
+        if path not in SHIPPED:
+            self._check_function(make(dataset, **_accepted(make, given)))
+
+    def _check_function(self, another: Any) -> None:
+        """Refuse an order that depends on earlier calls, or on the other places of a call: a
+        resumed run, and each rank, ask a new object, and for other places."""
+        places = np.arange(min(len(self), 64))
+        half = places[len(places) // 2:]
+        here = [self(epoch, places)[half] for epoch in (0, 1) if len(places)]
+        self._order, mine = another, self._order
+        there = [self(epoch, half) for epoch in (1, 0) if len(places)]
+        self._order = mine
+        if not np.array_equal(here, there[::-1]):
+            raise ConfigError(
+                f"{self.name}: a second object returned other samples for the same epoch and "
+                "places; make it a function of (seed, epoch, place): draw with "
+                "numpy.random.default_rng((seed, epoch)) in each call, for the whole epoch, or "
+                "with trainer.rng.")
 
     def __len__(self) -> int:
         """Number of places in an epoch."""

@@ -75,6 +75,12 @@ def resolve(config: Precision, model: nn.Module, device: torch.device, *, eager:
                        else config.channels_last == "on"))
 
 
+def place(model: nn.Module, choice: PrecisionPolicy, device: torch.device) -> nn.Module:
+    """Move a model to its device, in its memory format, which decides the last bits of outputs."""
+    layout = torch.channels_last if choice.channels_last else torch.preserve_format
+    return model.to(device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+
 def compile_model(model: nn.Module, choice: PrecisionPolicy, numerics: Numerics) -> None:
     """Let a model compile itself in its first call, if it is to be compiled. Its names stay plain.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -36,6 +37,9 @@ _FOLDERS = tuple(f"{folder}/" for folder in (
 _HASHES: dict[str, tuple[Any, str]] = {}
 """Module → its specification, which a reload replaces, and the hash of its file when it was first
 asked for: ranks are forked with the code that the launcher's server has imported."""
+_newest = ""
+"""The newest module that was seen. A forked rank only looks at modules that were imported after it:
+each of the thousands before would cost it a copied page of memory."""
 
 
 def find(context: Context, setup: Setup) -> dict[str, Any]:
@@ -109,10 +113,14 @@ def loaded_code(classes: Iterable[type] = ()) -> dict[str, str]:
     """File → hash, of each module outside of installed packages that this process has imported,
     and the hashes of those `classes` that no file defines. The program itself (`__main__`) counts
     if it defines one of them."""
+    global _newest
     classes = list(classes)
     own = {kind.__module__ for kind in classes}
     found = {}
-    for name, module in sys.modules.copy().items():  # a thread may import meanwhile
+    new = _imported_after(_newest)
+    _newest = new[0] if new else _newest
+    for name in {*_HASHES, "__main__", "__mp_main__", *new}:
+        module = sys.modules.get(name)  # a thread may import meanwhile
         file = _file_of(module)
         if file and not _is_installed(file) and (not name.startswith("__") or name in own):
             spec = vars(module).get("__spec__")
@@ -127,6 +135,15 @@ def loaded_code(classes: Iterable[type] = ()) -> dict[str, str]:
         if not _file_of(sys.modules.get(kind.__module__)) and (code := [*_methods(kind)]):
             found[f"class {kind.__qualname__}"] = hash_json([*map(_instructions, code)])
     return dict(sorted(found.items()))
+
+
+def _imported_after(name: str) -> list[str]:
+    """The names of modules, newest first."""
+    while True:
+        try:
+            return [*itertools.takewhile(lambda other: other != name, reversed(sys.modules))]
+        except RuntimeError:  # a thread has imported a module meanwhile
+            continue
 
 
 def _packages(classes: Iterable[type]) -> set[str]:

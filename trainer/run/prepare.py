@@ -250,8 +250,7 @@ def make_model(
     set_training(model)
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")
-    layout = torch.channels_last if choice.channels_last else torch.preserve_format
-    return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
+    return precision.place(model, choice, device), choice
 
 
 def _plan(

@@ -225,16 +225,23 @@ def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
     return call
 
 
+def named_fields(value: Any) -> dict[Any, Any] | None:
+    """The values of a mapping, a dataclass or a named tuple by name; None for another object."""
+    if isinstance(value, Mapping):
+        return {**value}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else None
+
+
 def output_leaves(
     output: Any, path: str = "", *, whole: Container[str] = ()
 ) -> dict[str, Any]:
-    """The values of a model's output by name, those of its mappings, dataclasses and sequences too,
-    but for the lists named in `whole`; without None."""
+    """The values of a model's output by name, those of its named fields and sequences too, but for
+    the lists named in `whole`; without None."""
     inner: Iterable[tuple[Any, Any]]
-    if isinstance(output, Mapping):
-        inner = output.items()
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        inner = ((field.name, getattr(output, field.name)) for field in dataclasses.fields(output))
+    if (named := named_fields(output)) is not None:
+        inner = named.items()
     elif isinstance(output, tuple | list) and (path or "output") not in whole:
         inner, path = enumerate(output), path or "output"
     else:

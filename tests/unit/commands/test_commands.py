@@ -271,6 +271,7 @@ NONE = [[None, None]]
 @pytest.mark.parametrize(("kind", "expected"), [
     ("strings", {0: {"output": "a"}, 1: {"output": "bb"}, 2: {"output": "ccc"}}),
     ("named", {n: {"word": "abc"[n] * (n + 1), "class": n} for n in range(3)}),
+    ("pair", {n: {"word": "abc"[n] * (n + 1), "number": n} for n in range(3)}),
     ("objects", {n: {"output": {"logits": NONE * (n + 1), "mean": None, "cache": None,
                                 "states": []}} for n in range(3)}),
     ("dicts", {n: {"output": {"boxes": NONE * (n + 1), "word": "abc"[n] * (n + 1)}}
@@ -290,6 +291,15 @@ def test_answers_that_are_no_tensors_are_json_lines(run, tmp_path, capsys, kind,
     assert "is no tensor" in capsys.readouterr().err
 
 
+def test_tensors_whose_size_differs_between_batches_are_json_lines(run):
+    assert main(["predict", str(run), "--task=small_task:Spoken", "--task.kind=padded"]) == 0
+
+    (path,) = (run / "predictions").glob("*.jsonl")
+    sizes = [len(json.loads(line)["output"]) for line in path.read_text().splitlines()]
+    path.unlink()
+    assert sizes == [16] * 16 + [14] * 14
+
+
 @pytest.mark.parametrize(("kind", "why"), [("foreign", "a object, which JSON can't represent"),
                                            ("short", "a list with one entry for each")])
 def test_answers_that_fit_no_file_are_named(run, tmp_path, capsys, kind, why):
@@ -305,7 +315,8 @@ def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
     answers = ["--task=small_task:Answers", f"--task.drift={drift}", "--checkpoint=8"]
 
     codes = [main(["predict", str(run), f"--out={tmp_path}/p.safetensors", *answers]),
-             main(["export", str(run), f"--to={tmp_path}/out", *answers])]
+             main(["export", str(run), f"--to={tmp_path}/out", "--format=safetensors",
+                   "--format=program", *answers])]
 
     found, words = load_file(tmp_path / "p.safetensors"), capsys.readouterr().err
     expected = torch.cat([of_the_run(run, 8)(x) for x in samples(30, 2)[0].split(16)])
@@ -314,6 +325,9 @@ def test_of_a_structured_output_the_tensors_are_used_and_the_rest_is_named(
     assert (codes, sorted(found)) == ([0, 0], ["index", "logits", "states.0"])
     assert "no row for each sample: mean (()), cache (object)" in words
     assert "not compared, since only tensors are: cache (object)" in words
+    answer = torch.export.load(tmp_path / "out/model.pt2").module()(samples(50, 1)[0][:16])
+    assert [name for name, value in answer.items() if value is not None] == [
+        "logits", "mean", "states"]
 
 
 class Unstable(Held):

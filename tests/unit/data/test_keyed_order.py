@@ -110,6 +110,41 @@ class Wrong(Heavy):
         return places
 
 
+class Drawn(Heavy):
+    """A permutation of each epoch, drawn when it begins: a resumed run would draw the first."""
+
+    def __init__(self, dataset: Sized, seed: int) -> None:
+        super().__init__(dataset, seed)
+        self.generator, self.tables = np.random.default_rng(seed), dict[int, np.ndarray]()
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        if epoch not in self.tables:
+            self.tables[epoch] = self.generator.permutation(len(self.dataset))
+        return self.tables[epoch][places % len(self.dataset)]
+
+
+class Keyed(Heavy):
+    """The same, as a function of seed and epoch."""
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        table = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
+        return table[places % len(self.dataset)]
+
+
+class Sorted(Heavy):
+    """Depends on which places are asked together."""
+
+    def __call__(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        return (places - places[0]) // 2
+
+
+class Iterated(list[int]):
+    """As a sampler of torch, by `__iter__`."""
+
+    def __init__(self, dataset: Sized, seed: int) -> None:
+        super().__init__(range(len(dataset)))
+
+
 @pytest.mark.parametrize(("settings", "size", "kind"), [
     ({}, LONGEST_TABLE, Permutation), ({}, LONGEST_TABLE + 1, KeyedPermutation),
     ({"order": "permutation"}, LONGEST_TABLE + 1, Permutation),
@@ -119,12 +154,20 @@ def test_auto_is_a_keyed_order_for_many_samples(settings, size, kind) -> None:
 
 
 def test_an_order_of_the_user_is_called_with_epoch_and_places_and_checked() -> None:
-    heavy, wrong = (make_order(Data(sampler=f"{__name__}:{name}"), Sized(5), 0)
-                    for name in ("Heavy", "Wrong"))
+    heavy, keyed = (make_order(Data(sampler=f"{__name__}:{name}"), Sized(5), 0)
+                    for name in ("Heavy", "Keyed"))
 
     assert len(heavy) == 10
     assert heavy(1, np.arange(10)).tolist() == [0, 3, 1, 4, 2, 0, 3, 1, 4, 2]
-    with pytest.raises(ConfigError, match=r"--data.sampler .*Wrong: for 7 places .* from 0 to 4"):
-        wrong(0, np.arange(7))
+    assert sorted(keyed(1, np.arange(5))) == [*range(5)]
     with pytest.raises(ConfigError, match=r"remove --data.order and --data.shuffle"):
         make_order(Data(sampler=f"{__name__}:Heavy", shuffle="off"), Sized(5), 0)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("Wrong", "for 10 places .* from 0 to 4"), ("Drawn", "a second object returned other samples"),
+    ("Sorted", "a second object returned other"), ("Iterated", "Iterated can't be called with"),
+    ("LONGEST_TABLE", "int can't be called with")])
+def test_an_order_that_is_no_function_of_epoch_and_places_is_refused(name, message) -> None:
+    with pytest.raises(ConfigError, match=f"--data.sampler .*{name}: {message}"):
+        make_order(Data(sampler=f"{__name__}:{name}"), Sized(5), 0)

@@ -98,7 +98,9 @@ def test_the_values_are_those_of_the_library_in_one_process(case: str) -> None:
 @pytest.mark.parametrize(("metrics", "message"), [
     (lambda: {"r": torchmetrics.PearsonCorrCoef()}, r"'mean_x' of 'r' \(PearsonCorrCoef\) is red"),
     (lambda: {"r": wrappers.Running(torchmetrics.SumMetric())}, r"'r' \(Running\) is reduced by"),
-    (lambda: [1], r"metrics\(\) returned \[1\]; return a dict of name: torchmetrics.Metric"),
+    (lambda: [1], r"metrics\(\): a list in place of a metric; return a dict of name: torchmetrics"),
+    (lambda: {"all": torchmetrics.MetricCollection([torchmetrics.MeanMetric()])},
+     "a MetricCollection in place of a metric; return a dict .*, or one MetricCollection"),
     (lambda: {"loss": torchmetrics.MeanMetric()}, r"metrics\(\) has 'loss', but val_loss is taken"),
 ])
 def test_what_cannot_be_merged_is_refused(metrics: Any, message: str) -> None:
