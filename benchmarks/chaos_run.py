@@ -266,8 +266,8 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def _fork(argv: Sequence[str], log: Path) -> int:
-    import launch.__main__
+def _fork(argv: Sequence[str], log: Path, program: str = "launch") -> int:
+    main = importlib.import_module(f"{program}.__main__").main
 
     def run() -> int:
         os.setpgid(0, 0)
@@ -277,7 +277,7 @@ def _fork(argv: Sequence[str], log: Path) -> int:
             for number in target:
                 os.dup2(fd, number)
             os.close(fd)
-        return launch.__main__.main(argv)
+        return main(argv)
 
     return _in_fork(run)
 

@@ -169,23 +169,14 @@ def test_each_exit_code_has_a_rule(name):
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
-def test_the_launcher_accepts_the_arguments_of_a_manifest(name):
-    _, container = job_specs()[name]
-    arguments = container["args"]
-
-    assert container["command"] == ["python", "-m", "launch"]
-    set_by_kubeflow = {"PET_NNODES": "2", "PET_MASTER_ADDR": "host", "PET_MASTER_PORT": "29400"}
-    given = [re.sub(r"\$\((\w+)\)", lambda m: set_by_kubeflow[m[1]], a) for a in arguments]
-    found = options.parse_options(given)
-    assert found.trainer_argv == ("--run-dir=/runs/mine",)
-
-
-@pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
-def test_a_pod_has_a_secret_and_no_right_that_training_does_not_need(name):
+def test_a_pod_has_valid_arguments_a_secret_and_no_right_that_training_does_not_need(name):
     job, container = job_specs()[name]
     pod, policy = job["template"]["spec"], manifests(name)["NetworkPolicy"]["spec"]
     secrets = {each["name"]: each.get("valueFrom") for each in container["env"]}
 
+    set_by_kubeflow = {"PET_NNODES": "2", "PET_MASTER_ADDR": "host", "PET_MASTER_PORT": "29400"}
+    given = [re.sub(r"\$\((\w+)\)", lambda m: set_by_kubeflow[m[1]], a) for a in container["args"]]
+    assert options.parse_options(given).trainer_argv == ("--run-dir=/runs/mine",)
     assert secrets[options.SECRET] == {"secretKeyRef": {"name": "trainer", "key": "secret"}}
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -253,26 +244,18 @@ def test_the_tested_versions_are_within_the_ranges_and_complete():
         assert version in ranges[name], name
 
 
-def instructions() -> list[tuple[str, str]]:
-    """(instruction, arguments) of the Dockerfile, in order."""
+def test_the_image_file_can_be_built_of_the_checkout_and_fits_the_jobs():
     text = (LAUNCH / "kubernetes/Dockerfile").read_text()
     lines = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
-    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines if line)]
-
-
-def test_the_image_is_made_of_files_of_the_checkout_and_has_the_jobs_name():
-    copied = [name for kind, rest in instructions() if kind == "COPY" for name in rest.split()[:-1]]
-    text = (LAUNCH / "kubernetes/Dockerfile").read_text()
+    found = [(name, rest) for name, _, rest in (line.partition(" ") for line in lines if line)]
+    copied = [name for kind, rest in found if kind == "COPY" for name in rest.split()[:-1]]
+    containers = [container for _, container in job_specs().values()]
 
     assert {"trainer", "launch", "pyproject.toml", "constraints.txt"} < set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
     (image,) = re.findall(r"docker build -t (\S+)", text)
-    assert {container["image"].partition(":")[0] for _, container in job_specs().values()} == {
-        image}
+    assert {container["image"].partition(":")[0] for container in containers} == {image}
 
-
-def test_the_image_file_can_be_built_and_its_entry_point_is_that_of_the_jobs():
-    found = instructions()
     names = [name for name, _ in found]
     first = names.index("FROM")
     assert {*names} == {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "USER",
@@ -291,7 +274,8 @@ def test_the_image_file_can_be_built_and_its_entry_point_is_that_of_the_jobs():
     assert re.fullmatch(r"BASE=[a-z]+:[\w.-]+", base), "no host"
 
     entry = json.loads(dict(found)["ENTRYPOINT"])
-    assert {tuple(container["command"]) for _, container in job_specs().values()} == {tuple(entry)}
+    assert entry == ["python", "-m", "launch"]
+    assert all(container["command"] == entry for container in containers)
     shown = subprocess.run([sys.executable, *entry[1:], *json.loads(dict(found)["CMD"])], cwd=ROOT,
                            capture_output=True, text=True, check=True)
     assert "--nproc-per-node" in shown.stdout

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 from runs import TAPE, events
 
-# Imported here, in the process that launchers are forked from.
-import trainer.__main__
-import trainer.loop
-import trainer.run.build
 from benchmarks.chaos_run import _fork, children
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
@@ -49,16 +44,19 @@ class Stop:
 
 def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
             env: Mapping[str, str] = {}) -> tuple[int | None, float]:
-    """In a fork of a process that has imported everything, launch `size` ranks (0: `python -m
+    """In a rank, whose process has imported everything, launch `size` ranks (0: `python -m
     trainer`) and stop them; returns the exit code, and the seconds since the first signal."""
     os.environ.update(env)
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
     warnings.simplefilter("ignore")
     log = Path(run).with_suffix(".log")
     before = log.stat().st_size if log.exists() else 0
     events = Path(run, "events.jsonl")
     seen = events.stat().st_size if events.exists() else 0
     own = [*TASK, *arguments, f"--run-dir={run}"]
-    pid = _fork(["--nproc-per-node", str(size), "--", *own], log) if size else alone(own, log)
+    pid = (_fork(["--nproc-per-node", str(size), "--", *own], log) if size
+           else _fork(own, log, "trainer"))
     pidfd = os.pidfd_open(pid)
 
     def output() -> str:
@@ -83,18 +81,6 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
         return None, DEADLINE_S
     took_s = time.monotonic() - began_s
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), took_s
-
-
-def alone(arguments: list[str], log: Path) -> int:
-    if pid := os.fork():
-        return pid
-    os.setpgid(0, 0)
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    os._exit(trainer.__main__.main(arguments))
 
 
 def send_signal(launcher: int, stop: Stop) -> None:

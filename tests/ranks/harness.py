@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -17,14 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
-
-
-class RankDied(RuntimeError):
-    """A rank ended by a signal or an exit, without a result and without an exception."""
-
-
-class RankHung(TimeoutError):
-    """A rank had neither result nor exception when the time was up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +49,8 @@ class Ranks:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
 
         Each rank has one intra-op thread, generators seeded with 0, and warnings as errors. Raises
-        what the rank that failed first has raised, with rank and traceback as a note, or RankDied,
-        or RankHung with all stacks.
+        what the rank that failed first has raised, with rank and traceback as a note, or a
+        RuntimeError if it died or hung, with its output or all stacks.
 
         Args:
             function: at module level; arguments and results are pickled.
@@ -117,20 +108,13 @@ class Ranks:
 
 
 def _raise_first_failure(outcomes: list[Outcome]) -> None:
-    failed = [outcome for outcome in outcomes if not outcome.ok]
-    if not failed:
-        return
     # A peer's error may be stamped before the death that caused it is seen: a moment, or longer
     # where the server has to wait for a core. Who is killed is nobody's echo.
-    def order(o: Outcome) -> tuple[bool, float]:
-        return o.hung, o.at - (10.0 if o.signal else 0.0 if o.error else 0.5)
-    first = min(failed, key=order)
-    name = f"rank {first.rank} of {len(outcomes)}"
-    if first.error is not None:
-        raise first.error
-    if first.hung:
-        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in failed if o.hung)
-        raise RankHung(f"no result in time from {name}\n{stacks}")
-    how = (signal.Signals(first.signal).name if first.signal
-           else f"leaving with exit code {first.exit_code}")
-    raise RankDied(f"{name} died by {how}\n{first.output}")
+    failed = sorted((o for o in outcomes if not o.ok), key=lambda o: (
+        o.hung, o.at - (10.0 if o.signal else 0.0 if o.error else 0.5)))
+    if failed:
+        first = failed[0]
+        how = ("has no result in time" if first.hung else f"died by signal {first.signal}"
+               if first.signal else f"left with exit code {first.exit_code}")
+        output = "\n".join(f"rank {o.rank}:\n{o.output}" for o in failed if not o.error)
+        raise first.error or RuntimeError(f"rank {first.rank} of {len(outcomes)} {how}\n{output}")

@@ -19,9 +19,6 @@ BAD = {
     "task in a script that ends itself": (
         ["--task=script_task:Task"],
         ["script_task", "SystemExit: 0", "script_task.py", "Traceback"]),
-    "loss that does not fit the model": (
-        ["--task=softmax_task:Softmax", "--device=cpu"],
-        ["cross-entropy: the model's output went through a softmax"]),
     "plateau without validation": (
         [*TAPE, "--schedule.name=plateau"], ["the task has no validation data"]),
     "plateau of an unknown figure": (

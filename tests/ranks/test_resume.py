@@ -74,8 +74,6 @@ DISTURBED = {
         [[75, 75, 75]]),
     "stops at the last steps": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
                                 stops(8, 9, rank=1), [[75, 75]] * 2),
-    "nesterov": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=sgd",
-                     "--optim.nesterov=on"), stops(2, 5), [[75]] * 2),
     "rmsprop and an unused parameter": (
         1, (*TAPE, "--task=tape_task:Unused", "--steps=6", "--optim.name=torch.optim:RMSprop"),
         stops(2, 5), [[75]] * 2),

@@ -73,6 +73,7 @@ CASES: dict[str, tuple[nn.Module, Tensor, float]] = {
     "not affine": (layer(affine=False), samples(4), 1e-6),
     "no statistics": (layer(track_running_stats=False), samples(4), 1e-6),
     "frozen": (layer().requires_grad_(False), samples(4), 1e-6),
+    "a mean of 100": (layer(), samples(4, mean=100.0), 3e-5),
     "twice, and a mean of 100": (shared_layer(), samples(4, mean=100.0, dtype=DOUBLE), 1e-9),
 }  # fmt: skip
 """Module, samples, tolerance relative to the largest value."""
@@ -122,24 +123,13 @@ def train_beside_a_stand_in(module: nn.Module, shares: Sequence[Tensor]) -> dict
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("content", [100.0, torch.nan])
-def test_a_stand_in_takes_part_without_any_effect(
-        ranks: Ranks, case: str, content: float) -> None:
+def test_a_stand_in_takes_part_without_any_effect(ranks: Ranks, case: str) -> None:
     module, x, _ = CASES[case]
     one, other = x.split([1, 3])
 
-    results = ranks(3, train_beside_a_stand_in, module, [one, x[:2] * 0 + content, other])
+    results = ranks(3, train_beside_a_stand_in, module, [one, x[:2] * torch.nan, other])
 
     assert_equal_shares(results, case)
-
-
-def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
-    x = samples(4, mean=100.0)
-    exact = train(layer(dtype=DOUBLE), x.double())
-
-    found = ranks(2, train_share, layer(), x.split([1, 3]))[0]["running_var"]
-
-    torch.testing.assert_close(found.double(), exact["running_var"], rtol=1e-5, atol=0)
 
 
 def outputs_under_autocast(module: nn.Module, shares: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -217,14 +207,10 @@ def test_conversion_keeps_objects_names_hooks_and_overridden_forwards() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size: int) -> None:
-    convert(model := nn.SyncBatchNorm(3), world_size, "cpu")
-
-    assert torch.equal(model(torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))
-
-
-def test_only_torchs_own_synchronised_layers_are_converted_where_others_stay_plain() -> None:
+def test_torchs_own_synchronised_layer_is_converted_also_where_others_stay_plain(
+        world_size: int) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3))
 
-    assert convert(model, 2, "cpu", plain=False) == 1
-    assert [type(module) for module in model] == [nn.BatchNorm1d, SyncBatchNorm]
+    assert convert(model, world_size, "cpu", plain=False) == 1
+    assert type(model[0]) is nn.BatchNorm1d
+    assert torch.equal(model[1](torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))

@@ -20,23 +20,6 @@ def tape_arguments(path: Path, **fields: object) -> list[str]:
             *(f"--task.{name}={value}" for name, value in fields.items())]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_each_epoch_has_each_kept_sample_once_in_another_order(ranks, tmp_path, size):
-    arguments = tape_arguments(tmp_path / "tape", samples=27)
-
-    run(ranks, size, tmp_path / "run", *arguments, "--epochs=3")
-
-    tapes = read_tape(tmp_path / "tape", size)
-    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for line in (line for tape in tapes for line in tape if line["counts"]):
-        for epoch, index in zip(line["epochs"], line["ids"], strict=True):
-            seen[epoch].append(index)
-    for epoch in seen.values():
-        assert len(epoch) == len(set(epoch)) == 24
-    assert len({tuple(sorted(epoch)) for epoch in seen.values()}) > 1, "drops the same samples"
-    assert len({tuple(epoch[:8]) for epoch in seen.values()}) == 3
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_window_is_divided_by_its_size(ranks, tmp_path, size):
     arguments = [*tape_arguments(tmp_path / "tape", samples=10), "--batch.global-size=4",
@@ -101,18 +84,3 @@ def test_random_numbers_differ_by_sample_epoch_and_rank_and_repeat_with_any_work
     randoms = [r for line in lines for r in line["random"]]
     assert len(set(randoms)) == len(randoms)
     assert by_sample[0].keys() == {(e, i) for e in (0, 1) for i in range(16)}
-
-
-@pytest.mark.parametrize(("samples", "arguments", "count"), [
-    (1, ["--batch.global-size=4", "--data.drop-last=off"], 2),
-    (3, ["--batch.global-size=4", "--data.drop-last=off"], 2),
-    (5, ["--batch.global-size=4", "--data.drop-last=off"], 4),
-    (5, ["--batch.global-size=4"], 2),
-    (5, ["--batch.global-size=16", "--data.drop-last=off"], 2),
-])  # fmt: skip
-def test_a_small_data_set_gives_the_right_number_of_steps(ranks, tmp_path, samples, arguments,
-                                                         count):
-    folder = run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=samples),
-                 "--batch.micro-size=2", "--epochs=2", *arguments)
-
-    assert len(steps(folder)) == count

@@ -73,7 +73,7 @@ class FaultyStore(ObjectStore):
         return FaultyStore(self._store)
 
     def keys(self, prefix: str = "") -> list[str]:
-        return sorted(stored.key for stored in ObjectStore.list(self, prefix))
+        return sorted(key for key, _ in ObjectStore.list(self, prefix))
 
 
 class Machine:

@@ -73,27 +73,3 @@ def test_stops_while_torchrun_and_its_ranks_start_or_train(undisturbed, tmp_path
 
     assert launch.events("failure") == []
     assert list(differences(undisturbed(2, *FLAGS, "--steps=60"), run)) == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_signal_to_every_process_during_compilation_discards_the_cache(tmp_path: Path) -> None:
-    run, arguments = tmp_path / "run", ["--steps=12", "--precision.compile=on"]
-    cache = run / "compile-cache"
-    interrupted = []
-
-    for after_s in (0.5, 3.0, 6.0):
-        with torchrun(run, *arguments) as launch:
-            known = {mark.stat().st_ctime_ns for mark in cache.glob("*.compiling-*")}
-            launch.wait(lambda: [m for m in cache.glob("*.compiling-*")
-                                 if m.stat().st_ctime_ns not in known])  # noqa: B023
-            time.sleep(after_s)  # the exact time does not matter
-            for pid in launch.tree():
-                os.kill(pid, signal.SIGTERM)
-            assert launch.process.wait(200) != 0
-        interrupted.append(bool(list(cache.glob("*.compiling-*"))))
-    finish(run, *FLAGS, *arguments, by="torchrun")
-
-    assert interrupted[0]  # a later signal may come after the compilation
-    assert [path.suffix for path in cache.iterdir() if "compiling" in path.name] == []
-    assert launch.events("failure") == []

@@ -137,7 +137,7 @@ class Mirror:
 
     def entries(self, kind: str = CHECKPOINTS) -> list[MirrorEntry]:
         """The committed checkpoints (or products, of kind FINISHED), oldest first."""
-        matches = (_KEY.fullmatch(stored.key) for stored in self.store.list(kind))
+        matches = (_KEY.fullmatch(key) for key, _ in self.store.list(kind))
         return sorted(MirrorEntry(int(m[1]), int(m[2]), kind) for m in matches if m)
 
     def manifest(self, entry: MirrorEntry) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Fence:
         if found is not None and found[0] != owner and (
                 found[0].generation >= owner.generation
                 or (self._is_late and found[0].launch != owner.launch)):
-            raise self._taken(found[0])
+            raise mirror_taken(self.mirror, found[0])
         self._swap(owner, None if found is None else found[1])
         store, data = self.mirror.store, owner.encode()
         for write in (lambda: store.put_new(OWNER, data),
@@ -57,7 +57,7 @@ class Fence:
         """Raise MirrorTaken unless this attempt is still the owner."""
         found = self.mirror.owner()
         if found is None or found[0].nonce != self.owner.nonce:
-            raise self._taken(None if found is None else found[0])
+            raise mirror_taken(self.mirror, None if found is None else found[0])
         self.owner = found[0]  # the answer to an own swap may have been lost
         return found[1]
 
@@ -76,13 +76,15 @@ class Fence:
         except Conflict:
             now = self.mirror.owner()
             if now is None or now[0] != owner:  # else the answer to a first try was lost
-                raise self._taken(None if now is None else now[0]) from None
+                raise mirror_taken(self.mirror, None if now is None else now[0]) from None
         self.owner = owner
 
-    def _taken(self, by: Owner | None) -> MirrorTaken:
-        who = "another program has removed its owner" if by is None else (
-            f"another start of the run (attempt {by.attempt} on {by.host}, generation "
-            f"{by.generation}) has taken it over")
-        return MirrorTaken(
-            f"--checkpoint.mirror {self.mirror.store.url}: {who}. This attempt ends: only one may "
-            "continue the run. Stop the other one before you start it here again.")
+
+def mirror_taken(mirror: Mirror, by: Owner | None) -> MirrorTaken:
+    """The error of an attempt whose mirror another start, or program, has taken."""
+    who = "another program has removed its owner" if by is None else (
+        f"another start of the run (attempt {by.attempt} on {by.host}, generation "
+        f"{by.generation}) has taken it over")
+    return MirrorTaken(
+        f"--checkpoint.mirror {mirror.store.url}: {who}. This attempt ends: only one may "
+        "continue the run. Stop the other one before you start it here again.")

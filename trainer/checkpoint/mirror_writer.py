@@ -83,9 +83,9 @@ class MirrorWriter:
                 except CheckpointDamaged as error:
                     self._log.warning(str(error))
             used = {manifest["data"] for manifest in found.values()}
-            orphans = [stored.key for stored in self._objects.list(DATA)
-                       if stored.key.rpartition("/")[0] not in used]
-            self._records = {stored.key for stored in self._objects.list(RECORDS)}
+            orphans = [key for key, _ in self._objects.list(DATA)
+                       if key.rpartition("/")[0] not in used]
+            self._records = {key for key, _ in self._objects.list(RECORDS)}
             self._manifests = found
             self._delete(orphans)
             self._abort_open_uploads()

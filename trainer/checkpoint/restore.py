@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -46,10 +47,6 @@ class CheckpointRef:
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
 
-    def for_validation(self, fingerprints: Mapping[str, str | None]) -> CheckpointRef:
-        """See `SavedState.for_validation`."""
-        return dataclasses.replace(self, state=self.state.for_validation(fingerprints))
-
 
 def find_checkpoint(
     store: Store, world: World, run_id: str, *, newest: int | None = None,
@@ -63,20 +60,16 @@ def find_checkpoint(
     before it is selected, if any: resuming there computes them again.
     """
     mirror = mirror or MirrorSource()
-    skipped: list[str] = []
+    last = math.inf if newest is None else newest
+    skipped, bad = list[str](), set[tuple[int, int]]()
     without_best, best = None, 0
-    bad: set[tuple[int, int]] = set()
-    bad_remote: set[tuple[int, int]] = set()
+    remote = {(e.generation, e.step) for e in mirror.entries if e.step <= last}
     while True:
         here = store.checkpoints()
-        mine = [[i.generation, i.step] for i in here if i.why is None
-                and (i.generation, i.step) not in bad and i.run == run_id
-                and (newest is None or i.step <= newest)]
+        mine = [(i.generation, i.step) for i in here if i.why is None and i.run == run_id
+                and (i.generation, i.step) not in bad and i.step <= last]
         broken = [f"{i.path.name}: {i.why}" for i in here if i.why is not None]
-        remote = [[e.generation, e.step] for e in mirror.entries
-                  if (e.generation, e.step) not in bad_remote
-                  and (newest is None or e.step <= newest)]
-        seen = world.gather_json({"good": mine, "broken": broken, "remote": remote})
+        seen = world.gather_json({"good": mine, "broken": broken, "remote": [*remote]})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in (*view["good"], *view["remote"])]
         if not every:
@@ -96,9 +89,9 @@ def find_checkpoint(
         except CheckpointDamaged as error:
             why = str(error)
             if holder is None:
-                bad_remote.add(latest)
+                remote.discard(latest)
         else:
-            bad_remote.add(latest)  # it is on a disk now
+            remote.discard(latest)  # it is on a disk now
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step

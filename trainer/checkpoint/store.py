@@ -129,7 +129,7 @@ class Store:
     def room_to_go_on(self, *, is_over: bool) -> int:
         """Bytes of the newest checkpoint, which the next one takes too, or of its weights for a run
         that `is_over`; 0 without a checkpoint."""
-        own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
+        own = self._readable()
         files = own[-1].manifest["files"] if own else {}
         return sum(entry["bytes"] for name, entry in files.items() if name == MODEL or not is_over)
 
@@ -152,7 +152,7 @@ class Store:
         """Delete old checkpoints and left-over folders, but not the steps in `protect` or those
         without a readable manifest. Returns the deleted steps. If the newest checkpoint is damaged,
         raises CheckpointDamaged and deletes nothing."""
-        own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
+        own = self._readable()
         if own and own[-1].manifest["checksum"] not in self._verified:
             self._verify(own[-1].path, own[-1].step)
         to_prune = [info for info in own[:-self._keep] if info.step not in protect
@@ -173,8 +173,7 @@ class Store:
         """Hide a checkpoint if it is damaged and there is an older one. Returns the newest step
         before it if it was hidden, else None."""
         path, _ = self._paths(step)
-        older = [info.step for info in self.checkpoints()
-                 if info.why is None and self._is_mine(info) and info.step < step]
+        older = [info.step for info in self._readable() if info.step < step]
         if not older or not path.is_dir() or self._is_valid(path, step):
             return None
         self._hide(path)
@@ -279,6 +278,10 @@ class Store:
         return [(match[0], int(match[1]), match[2] or "") for match in matches
                 if match[0].startswith(step_name(int(match[1])))
                 and (self.folder / match[0]).is_dir()]
+
+    def _readable(self) -> list[CheckpointInfo]:
+        """The checkpoints of this run with a readable manifest, oldest first."""
+        return [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
 
     def _is_mine(self, info: CheckpointInfo) -> bool:
         return self._run is None or info.run == self._run

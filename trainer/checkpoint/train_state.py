@@ -68,10 +68,6 @@ class TrainState:
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
         return {name: tensor.data_ptr() in trained for name, tensor in model_tensors(self.model)}
 
-    def set_part(self, name: str, part: Any) -> None:
-        """Add a part, or replace it after a roll-back."""
-        self.parts[name] = part
-
     @property
     def cycle_ends(self) -> list[int]:
         """Steps whose checkpoints are kept for good, with --checkpoint.keep-every cycle."""

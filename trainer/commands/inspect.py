@@ -122,7 +122,7 @@ def list_mirror(mirror: Mirror, *, verify: bool = False) -> dict[str, Any]:
     """The content of a mirror: its owner, checkpoints, products, the size of the records, and files
     without a manifest. A checkpoint is valid if its files have the right sizes; to `verify`, all
     are read."""
-    sizes = {stored.key: stored.size for stored in mirror.store.list()}
+    sizes = dict(mirror.store.list())
     owner, data = mirror.owner(), {key for key in sizes if key.startswith(f"{DATA}/")}
 
     def describe(entry: MirrorEntry) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
         if found is None:
             return False
         status.enter(Phase.ROLL_BACK)
-        found = found.for_validation(run.setup.fingerprints)
+        state = found.state.for_validation(run.setup.fingerprints)
+        found = dataclasses.replace(found, state=state)
         bad, excluded = list(progress.bad), [*progress.excluded_steps, *exclude]
         reopen(run, found)
         checkpoint.go_back(found)

@@ -154,7 +154,7 @@ def _find_resumption(
             decision=compatibility.ResumeDecision(reasons=(*doubts, *others, *more, *kernels)),
             circumstances=circumstances.find(context, setup))
     setup = startup_checks.recall(setup, found.state.circumstances)
-    found = found.for_validation(setup.fingerprints)
+    found = replace(found, state=found.state.for_validation(setup.fingerprints))
     saved, then = found.state, found.state.circumstances
     if config.world.threads == "auto" and then.get("threads", world.threads) != world.threads and (
             then.get("world_size") == world.size or config.parallel.reduction == "canonical"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.checkpoint.restore import CheckpointRef
+from trainer.config.compatibility import settings
 from trainer.config.schema import Config
 from trainer.data.sampler import BatchPlan, DataPosition
 from trainer.errors import ConfigError
@@ -24,11 +25,8 @@ def carry_over(
     """The setup at the position of a checkpoint: in the epoch, and after the samples of it, that
     the run has reached. Also returns a line on where the run continues, "" if it does so as if it
     had not been interrupted."""
-    now = {"seed": config.seed, "data.shuffle": config.data.shuffle,
-           "data.order": config.data.order, "data.sampler": config.data.sampler,
-           "data.drop_last": config.data.drop_last, "batch.global_size": config.batch.global_size,
-           "batch.micro_size": config.batch.micro_size}
-    then, facts = {**now, **found.state.settings}, found.state.circumstances
+    now, facts = settings(config), found.state.circumstances
+    then = {**now, **found.state.settings}
     other_data = facts.get("data") not in (None, setup.fingerprints["train"])
     if setup.plan.in_lanes:
         return setup, _in_stream(now, then, other_data=other_data)

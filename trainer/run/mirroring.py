@@ -14,11 +14,12 @@ from trainer.checkpoint.mirror import (
     NotAMirror,
     Owner,
 )
+from trainer.checkpoint.mirror_fence import mirror_taken
 from trainer.checkpoint.mirror_uploads import MirrorUploads
 from trainer.checkpoint.mirror_writer import MirrorPolicy
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, MirrorFailed, MirrorTaken
+from trainer.errors import ConfigError, MirrorFailed
 from trainer.run import run_dir
 from trainer.run.context import Context, RunFolder
 from trainer.storage import layout
@@ -63,10 +64,7 @@ def look(context: Context, claim: Callable[[], object]) -> MirrorSource:
         raise ConfigError(f"--checkpoint.mirror {url}: it has checkpoints and no object owner, so "
                           "another program has changed it; choose another URL.")
     if restarted and source.owner is not None and source.owner.launch != launch:
-        raise MirrorTaken(
-            f"--checkpoint.mirror {url}: another start of the run (attempt {source.owner.attempt} "
-            f"on {source.owner.host}) has taken it over. This one ends: only one may continue the "
-            "run.")
+        raise mirror_taken(mirror, source.owner)
     return source
 
 

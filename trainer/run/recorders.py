@@ -59,7 +59,7 @@ def open_source(
             spec, rank=world.rank, num_ranks=world.size, workers=setup.workers,
             prefetch=config.data.prefetch, device=world.device,
             step=lambda: state.progress.step, gather=world.gather_json)
-        state.set_part("stream", stream)
+        state.parts["stream"] = stream  # another one after a roll-back
         if found is not None and "stream" in found.state.parts:
             stream.load_state_dict(found.state.parts["stream"])
         return stream

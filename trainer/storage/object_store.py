@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -51,14 +50,6 @@ class Missing(StoreError):
 
 class Conflict(StoreError):
     """The condition of a write doesn't hold: the object exists, or has changed."""
-
-
-@dataclass(frozen=True)
-class StoredObject:
-    """An object in a listing."""
-
-    key: str
-    size: int
 
 
 def check_url(url: str) -> None:
@@ -192,12 +183,12 @@ class ObjectStore:
                 os.close(open_regular(self.folder / key))
             yield
 
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """The objects below a folder."""
+    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Key and size of the objects below a folder."""
         with _translated(prefix):
             for batch in self._api.list(self._store, prefix=prefix or None):
                 for meta in batch:
-                    yield StoredObject(meta["path"], meta["size"])
+                    yield meta["path"], meta["size"]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, which may be missing; S3 and Azure do many by one request."""
