@@ -51,13 +51,6 @@ def test_under_the_canonical_reduction_buffers_do_not_depend_on_ranks(
     assert not list(differences(one, tmp_path / "elastic"))
 
 
-def test_a_frozen_body_keeps_its_statistics(undisturbed):
-    folder = undisturbed(2, *TASK, "--task.way=frozen")
-
-    assert weights(folder, 14)["body.1.num_batches_tracked"] == 0
-    assert weights(folder, 14)["body.1.running_mean"].count_nonzero() == 0
-
-
 def test_a_validation_does_not_change_the_bits_of_an_averaging_optimizer(
     ranks, undisturbed, tmp_path
 ):

@@ -27,18 +27,6 @@ def run(ranks, size: int, path: Path, *arguments: str, **options):
     return [o.exit_code or o.value for o in outcomes], [o.output for o in outcomes]
 
 
-@pytest.mark.parametrize(("size", "at", "rank"), [(1, 88, 0), (2, 92, 1)])
-def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size, at, rank):
-    codes, said = run(ranks, size, tmp_path / "run", "--task.how=raise", f"--task.at={at}")
-
-    assert codes == [1] * size
-    *_, last = said[rank].splitlines()
-    assert f"error: rank {rank}, step 12 (forward), attempt 0: {RAISED}" in last
-    assert last.endswith(" in _fail)")
-    failures = {e["rank"]: e["echo"] for e in events(tmp_path / "run", "failure")}
-    assert failures == {r: r != rank for r in range(size)}
-
-
 @pytest.mark.parametrize(("how", "told", "kept"), [
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
     ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),
@@ -89,11 +77,17 @@ def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(r
     assert inspect(tmp_path / "run")["step"] == 11
 
 
-def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ranks, tmp_path):
+def test_the_last_line_is_the_failure_with_the_users_line_which_torchrun_finds_too(ranks, tmp_path):
     env = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/{{rank}}.json"}
 
-    run(ranks, 2, tmp_path / "run", "--task.how=raise", "--task.at=92", env=env)
+    codes, said = run(ranks, 2, tmp_path / "run", "--task.how=raise", "--task.at=92", env=env)
 
+    assert codes == [1, 1]
+    last = said[1].splitlines()[-1]
+    assert f"error: rank 1, step 12 (forward), attempt 0: {RAISED}" in last
+    assert last.endswith(" in _fail)")
+    failures = {e["rank"]: e["echo"] for e in events(tmp_path / "run", "failure")}
+    assert failures == {0: True, 1: False}
     ended = ChildFailedError("trainer", {
         rank: ProcessFailure(rank, 1, 1, f"{tmp_path}/{rank}.json") for rank in (0, 1)})
     assert ended.get_first_failure()[0] == 1

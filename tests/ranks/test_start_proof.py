@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runs import run, until_done
-
-from trainer.commands.compare import differences
+from runs import run
 
 TASK = ("--device=cpu", "--data.workers=0", "--batch.global-size=16", "--batch.micro-size=4",
         "--steps=6", "--checkpoint.every=2", "--eval.every=off")  # fmt: skip
@@ -57,13 +55,3 @@ def test_layers_that_training_leaves_out_at_random_pass(ranks, tmp_path, capfd):
         "--parallel.find-unused=on", "--batch.global-size=32", "--batch.micro-size=16")
 
     assert "is not trained" not in capfd.readouterr().out
-
-
-def test_optimizer_state_of_any_shape_is_restored(ranks, tmp_path):
-    arguments = [*TASK, *OPTIMIZER, "brought_task:Flat"]
-    straight = run(ranks, 2, tmp_path / "straight", *arguments)
-
-    assert until_done(ranks, 2, tmp_path / "run", *arguments,
-                      "--inject=kill:rank=1:step=4:phase=backward") == [[1, -9], [0, 0]]
-
-    assert not list(differences(straight, tmp_path / "run"))

@@ -181,24 +181,10 @@ class Penalty(Regression):
         return Outcome((output - batch[1]).square().sum() + slope.square().sum(), len(x))
 
 
-class Flat(torch.optim.Optimizer):
-    """Keeps its state in another shape than the parameter's."""
-
-    def __init__(self, groups: Any, lr: float, weight_decay: float) -> None:
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.state[p].setdefault("mean", torch.zeros(p.numel()))
-                p.sub_(mean.lerp_(p.grad.flatten(), 0.1).view_as(p), alpha=group["lr"])
-
-
-class Listing(Flat):
+class Listing(torch.optim.SGD):
     """Keeps a tuple in a list, which JSON gives back as a list."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:

@@ -148,6 +148,9 @@ class Keeps(torch.optim.Optimizer):
                 match self.kept:
                     case "state":
                         state["shape"], state["none"] = tuple(parameter.shape), None
+                        flat = state.setdefault("flat", torch.zeros(parameter.numel()))
+                        parameter.sub_(flat.lerp_(parameter.grad.flatten(), 0.1)
+                                       .view_as(parameter), alpha=group["lr"])
                         assert isinstance(state.setdefault("before", (1, 2)), tuple)
                     case "list":
                         state["list"] = [torch.zeros(2)]

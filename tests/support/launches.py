@@ -28,7 +28,8 @@ class Launch:
     """A command, its run folder and its log. Its context kills all processes at the end.
 
     Args:
-        by: "launch", "torchrun", or "" for `python -m trainer`.
+        by: "launch", "torchrun", "torchrun with one store" for all attempts, or "" for `python -m
+            trainer`.
         options: of the launcher.
         enter: the beginning of the command.
         env: more environment variables.
@@ -38,10 +39,11 @@ class Launch:
                  options: Sequence[str] = ("--max-restarts=20",), enter: Sequence[str] = (),
                  **env: str) -> None:
         self.run, self.log = run, run.with_suffix(".log")
+        torchrun = ["torch.distributed.run", f"--nproc_per_node={size}", *options, "-m", "trainer"]
         launcher = {
             "launch": ["launch", f"--nproc-per-node={size}", *options, "--"],
-            "torchrun": ["torch.distributed.run", "--standalone", f"--nproc_per_node={size}",
-                         *options, "-m", "trainer"],
+            "torchrun": [torchrun[0], "--standalone", *torchrun[1:]],
+            "torchrun with one store": torchrun,
             "": ["trainer"],
         }[by]
         self._by = by
@@ -88,7 +90,7 @@ class Launch:
         return [pid, *(p for child in children(pid) for p in self.tree(child))]
 
     def ranks(self) -> list[int]:
-        if self._by == "torchrun":
+        if self._by.startswith("torchrun"):
             return children(self.process.pid)
         return [rank for server in children(self.process.pid) for rank in children(server)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from trainer.telemetry.events import Log
@@ -63,7 +64,7 @@ class Console(Sink):
             left_s = (self._clock() - self._began) / done * (self._total - step)
             loss, metrics, rate, norm, speed = _columns(line, timing)
             self._log.info("  ".join([self._step_label(step), loss, *metrics, rate, norm, speed,
-                                      f"ETA {_format_time(left_s)}", *self._tail]))
+                                      f"ETA {timedelta(seconds=round(left_s))}", *self._tail]))
 
     def _bar_text(self, line: Mapping[str, Any], timing: Mapping[str, float]) -> str:
         """The figures that fit next to a bar of `LEAST_BAR` characters, the most important first.
@@ -122,9 +123,3 @@ def _columns(
 
 def _loss(value: float | None, otherwise: str = "skipped") -> str:
     return f"loss {otherwise:>7}" if value is None else f"loss {value:7.4f}"
-
-
-def _format_time(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

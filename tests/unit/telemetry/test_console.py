@@ -33,7 +33,7 @@ def test_lines_of_training_and_validation_have_the_same_columns():
 
     assert stream.getvalue().splitlines() == [
         "step  50/100  loss  0.5000  accuracy 0.750  lr 1.00e-03  norm 2.00  128 samples/s  "
-        "ETA 0:01  restarts 2  mirror 42 s behind",
+        "ETA 0:00:01  restarts 2  mirror 42 s behind",
         "step  50/100  loss  0.4000  accuracy 0.800  (validation; epoch 0, lr 1.00e-03, "
         "training loss 0.6000)"]
 

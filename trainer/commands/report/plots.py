@@ -208,7 +208,7 @@ def _norms(runs: Sequence[History], axes: Axes) -> None:
 
 
 def _goodput(runs: Sequence[History], axes: Axes) -> None:
-    shown = {run.name if len(run.name) <= 16 else run.name[:15] + "…": run.goodput for run in runs}
+    shown = {run.name: run.goodput for run in runs}
     if len(runs) == 1:
         spent_s = runs[0].goodput
         shown = {"wall time": spent_s}
