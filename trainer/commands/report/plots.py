@@ -187,9 +187,9 @@ def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
             if averaged:
                 axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
                 y = smooth(y, decay=1 - 50 / len(y))
-            label = run.name if several else "training" + ", averaged" * averaged
+            shown = run.name if several else "training" + ", averaged" * averaged
             axes.plot(x, y, color=color, linewidth=1.5, linestyle=style,
-                      label=f"{label} ({turn})" if turn else label)
+                      label=f"{shown} ({turn})" if turn else shown)
         validated = [(v["step"], v[f"val_{key}"]) for v in run.validations
                      if v.get(f"val_{key}") is not None]
         if validated:
