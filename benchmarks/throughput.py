@@ -4,9 +4,8 @@
 
 All contestants are started and then take turns, a block of steps each, in an order that rotates by
 one each round. A ratio is that of two blocks of the same round; the median over all rounds has a
-95 % interval by bootstrap. The control is a second loop by hand. Two processes of the same code
-differ by up to 5 %, which depends on where their memory lies, so all of them are started again
-several times.
+95 % interval by bootstrap. The control is a second loop by hand. All are started several times: two
+processes of the same code differ by up to 5 %, by where their memory lies.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class Contestant:
     """The processes of one contestant of `benchmarks.peers`."""
 
     def __init__(self, name: str, model: str, ranks: int, folder: Path) -> None:
-        self.name, self.seconds = name, list[float]()
+        self.name, self._log = name, folder / f"{name}.log"
         self._connections: list[socket.socket] = []
-        self._log = folder / f"{name}.log"
         path, threads = str(folder / f"{name}.socket"), len(os.sched_getaffinity(0)) // ranks
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
@@ -92,8 +90,7 @@ def compare(model: str, ranks: int, names: Sequence[str], seconds: float) -> dic
     """Rounds of blocks of all contestants, in `STARTS` starts of all of them."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(STARTS):
-        for name, found in run_rounds(model, ranks, names, seconds / STARTS).items():
-            times[name] += found
+        run_rounds(model, ranks, times, seconds / STARTS)
     return {"seconds": {name: reporting.summary(own) for name, own in times.items()},
             "to_hand": {name: interval(ratios(own, times["by-hand"]))
                         for name, own in times.items()},
@@ -101,23 +98,22 @@ def compare(model: str, ranks: int, names: Sequence[str], seconds: float) -> dic
                            for name, own in times.items()}}
 
 
-def run_rounds(model: str, ranks: int, names: Sequence[str], seconds: float
-               ) -> dict[str, list[float]]:
-    """Start all contestants, and let them run in rounds until the time is up."""
+def run_rounds(model: str, ranks: int, times: dict[str, list[float]], seconds: float) -> None:
+    """Start all contestants, and let them run in rounds until the time is up; note their times."""
     block, end_s = WORKS[model].block, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         contestants = []
-        for name in names:
+        for name in times:
             contestants.append(Contestant(name, model, ranks, Path(folder)))
             stack.callback(contestants[-1].close)
         for contestant in contestants:
             contestant.run(block)  # to warm up
-        times = {contestant.name: contestant.seconds for contestant in contestants}
-        while not times["control"] or time.monotonic() < end_s:
+        while True:
             for contestant in contestants:
-                contestant.seconds.append(contestant.run(block))
+                times[contestant.name].append(contestant.run(block))
             contestants.append(contestants.pop(0))
-    return times
+            if time.monotonic() > end_s:
+                return
 
 
 def main() -> None:
