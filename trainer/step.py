@@ -17,7 +17,7 @@ from trainer import rng
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.progress import EpochCalls
 from trainer.checkpoint.train_state import TrainState
-from trainer.config.schema import BadStepConfig, Clip
+from trainer.config.schema import Clip
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
@@ -26,7 +26,7 @@ from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced, no_marks
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.distributed.world import LaunchInfo, World
+from trainer.distributed.world import World
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
 from trainer.optim.named_optimizers import NamedOptimizers, fill_momentum, members_of
 from trainer.optim.optimizers import FrozenAtFirst, clip
@@ -259,23 +259,6 @@ class Step:
         self._epochs: EpochCalls | None = state.parts.get("epoch")
         self._own_generators = rng.find_generators(self.after_step) if self.after_step else []
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
-
-    @classmethod
-    def plain(
-        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None,
-        *, of: TurnParameters | None = None,
-        after_step: Callable[[nn.Module, int], None] | None = None,
-    ) -> Step:
-        """A step outside of a run: without warm-up, mixed precision and saves, of one turn."""
-        compute = ForwardBackward(objective, wrapped, state, ProgressMarks(),
-                                  contextlib.nullcontext, of=of)
-        status = Status()
-        return cls(
-            computes=Computes(turns=(compute,)), state=state,
-            boundary=StepBoundary(objective.model, status),
-            facts=ModelFacts(), world=World(LaunchInfo(), torch.device("cpu"), 1),
-            health=Health(BadStepConfig()), clip=clip or Clip(), status=status,
-            after_step=after_step)
 
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests

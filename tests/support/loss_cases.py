@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from plain_step import plain_step
 from states import make_state
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,7 +17,6 @@ from trainer.config.schema import Clip
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective, wrap
-from trainer.step import Step
 from trainer.tasks import losses
 
 WEIGHT = (0.5, 2.0, 1.0, 3.0)
@@ -108,7 +108,7 @@ def one_step(name: str, sizes: Sequence[int]) -> tuple[float, Tensor]:
     optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
     objective = Objective(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])),
                           num_ranks=1, nominal_count=8, device=device)
-    step = Step.plain(make_state(model, optimizer), objective,
+    step = plain_step(make_state(model, optimizer), objective,
                       wrap(objective, group=None, device=device, bucket_mb=1), clip=Clip(norm=0))
     rows = torch.arange(len(output)).split(list(sizes))
     result = step([

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device_recorder import Recorder, Stream
+from plain_step import plain_step
 from states import make_state
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.world import LaunchInfo, World
 from trainer.run.guard import Guard
-from trainer.step import Step
 from trainer.storage import tensorfile
 from trainer.task import Outcome
 from trainer.telemetry.events import Log
@@ -56,7 +56,7 @@ class Run:
             model, lambda m, x: Outcome(m(x).square().sum(), len(x)), num_ranks=1, nominal_count=8,
             device=CPU, changed=self.boundary.buffers.changed)
         self.step = dataclasses.replace(
-            Step.plain(self.state, objective, objective), boundary=self.boundary,
+            plain_step(self.state, objective, objective), boundary=self.boundary,
             status=self.log.status, world=self.world)
         model.register_forward_pre_hook(lambda *_: recorder.queue(f"forward {self.next}"))
         optimizer.register_step_pre_hook(lambda *_: recorder.queue(f"update {self.next}"))

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from plain_step import plain_step
 from states import make_state
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,6 @@ from trainer.distributed.ddp import Objective, wrap
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
 from trainer.distributed.world import World
-from trainer.step import Step
 
 RANKS, MICRO_BATCHES = 64, 80  # some ranks have two micro-batches, the others one and a stand-in
 Call = tuple[Any, ...]
@@ -70,7 +70,7 @@ def calls_of(rank: int, canonical: bool) -> list[Call]:
         device = torch.device("cpu")
         objective = Objective(model, loss, num_ranks=state.num_ranks, nominal_count=320.0,
                               device=device)
-        step = Step.plain(state, objective, objective if canonical else wrap(
+        step = plain_step(state, objective, objective if canonical else wrap(
             objective, group=group, device=device, bucket_mb=25.0))
         if isinstance(step.compute.wrapped, DistributedDataParallel):
             step.compute.wrapped.register_comm_hook(

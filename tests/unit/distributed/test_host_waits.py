@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_waits import emulated, waits_in
+from plain_step import plain_step
 from states import make_state
 from torch import Tensor, nn
 
@@ -96,7 +97,7 @@ def make_step(optimizer: Callable[..., Any] = torch.optim.AdamW, ranks: int = 1,
     state = make_state(model, made, scaler=torch.amp.GradScaler("cuda", enabled=fp16),
                        num_ranks=ranks, ema=Ema(model, 0.9))
     objective = Objective(model, loss, num_ranks=ranks, nominal_count=8.0, device=CUDA)
-    step = Step.plain(state, objective, objective, clip)
+    step = plain_step(state, objective, objective, clip)
     buffers = step.boundary.buffers
     objective._changed, objective._nonfinite = buffers.changed, buffers.nonfinite
     if anomaly:

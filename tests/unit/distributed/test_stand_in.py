@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_step import plain_step
 from states import make_state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from trainer.data.map_dataset import MicroBatch
 from trainer.data.order import Order
 from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
 from trainer.distributed.ddp import Objective
-from trainer.step import Step, StepResult
+from trainer.step import StepResult
 from trainer.task import Outcome
 
 
@@ -60,7 +61,7 @@ def step(micro_batches: list[MicroBatch], call: Callable[[nn.Module, Tensor], Te
         return Outcome(total, len(batch), {"most": (batch.max(), 1)})
 
     objective = Objective(model, loss, num_ranks=1, nominal_count=8, device=torch.device("cpu"))
-    result = Step.plain(make_state(model, optimizer), objective, objective)(micro_batches)
+    result = plain_step(make_state(model, optimizer), objective, objective)(micro_batches)
     assert result is not None
     kept = {n: None if t is None else t.clone()
             for module in model.modules() for n, t in module._buffers.items()}
